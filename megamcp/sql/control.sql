@@ -1,0 +1,373 @@
+-- Functions of the control plane. Re-applied whenever this text changes (create or replace), so nothing here holds data.
+--
+-- A tool server's process may execute call_begin, call_finish and call_fail and nothing else of this schema. What it
+-- may touch is decided here, from the signed state handle, never by the tool server. Order in every function: verify,
+-- lock, then read: the advisory lock of the rollout comes before the first snapshot that matters (each statement of
+-- a volatile function takes a new one in READ COMMITTED).
+--
+-- One call, one transaction:
+--     BEGIN; call_begin; SAVEPOINT tool; [SET TRANSACTION READ ONLY;] body; call_finish; COMMIT
+-- A tool that raises: ROLLBACK TO SAVEPOINT tool before call_finish. A read-only tool: SET TRANSACTION READ ONLY right
+-- after the savepoint and always ROLLBACK TO SAVEPOINT tool at its end (which makes the transaction writable again
+-- for the journal, while the rollout's shared lock is held until the row is written).
+
+-- SQLSTATEs: MM401 handle forged or malformed · MM402 handle expired · MM403 handle used before · MM404 rollout unknown
+-- MM409 rolled back meanwhile · MM410 rollout closed · MM422 idempotency key reused · MM423 transaction lost
+-- MM408 deadline passed while waiting for the rollout · MM429 the same key is in flight
+
+create or replace function megamcp.refuse(state text, code text, message text) returns void
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+begin
+    raise exception using errcode = state, message = message,
+        detail = json_build_object('code', code, 'message', message)::text;
+end $$;
+
+create or replace function megamcp.lock_key(rollout text) returns bigint
+language sql immutable parallel safe set search_path = pg_catalog, pg_temp
+return hashtextextended(rollout, 7723);
+
+-- v1.<rollout>.<server>.<epoch>.<mode>.<nonce>.<deadline ms>.<key hex>.<fingerprint hex>.<point>.<mac hex>
+create or replace function megamcp.open_handle(token text) returns megamcp.handle
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
+declare
+    part text[] := string_to_array(token, '.');
+    signed text;
+    mac bytea;
+    h megamcp.handle;
+begin
+    if token is null or length(token) > 4096 or array_length(part, 1) is distinct from 11 or part[1] <> 'v1'
+       or part[11] !~ '^[0-9a-f]{64}$' then
+        perform megamcp.refuse('MM401', 'handle_forged', 'This is not a state handle of this gateway.');
+    end if;
+    signed := left(token, length(token) - 65);
+    select sha256(k.outer_pad || sha256(k.inner_pad || convert_to(signed, 'UTF8'))) into mac
+      from megamcp.keys k where k.name = 'handle';
+    if mac is distinct from decode(part[11], 'hex') then
+        perform megamcp.refuse('MM401', 'handle_forged', 'The state handle''s signature is wrong.');
+    end if;
+    h.rollout := part[2];
+    h.server := part[3];
+    h.epoch := part[4]::integer;
+    h.mode := part[5];
+    h.nonce := part[6]::uuid;
+    h.deadline := to_timestamp(part[7]::double precision / 1000);
+    h.key := case when part[8] = '' then null else convert_from(decode(part[8], 'hex'), 'UTF8') end;
+    h.fingerprint := decode(part[9], 'hex');
+    h.point := nullif(part[10], '');
+    return h;
+end $$;
+
+-- Is the path segment (checkpoint, epoch) one that the rollout's head stands on? Rolled-back segments are not.
+create or replace function megamcp.on_path(rollout text, head text, head_epoch integer, segment text, segment_epoch integer)
+returns boolean language sql stable set search_path = pg_catalog, pg_temp as $$
+    with recursive path(checkpoint, epoch) as (
+        select head, head_epoch
+        union all
+        select c.parent, c.epoch
+          from path p join megamcp.checkpoints c on c.id = p.checkpoint and c.rollout = on_path.rollout
+    )
+    select exists (select 1 from path p where p.checkpoint is not distinct from segment and p.epoch = segment_epoch)
+$$;
+
+create or replace function megamcp.event_result(e megamcp.events) returns text
+language sql stable set search_path = pg_catalog, pg_temp as $$
+    select coalesce(e.result, (select b.content from megamcp.blobs b where b.hash = e.result_blob))
+$$;
+
+-- Waits for the rollout's lock until the handle's deadline, then reads the rollout. Shared for reads.
+create or replace function megamcp.enter(h megamcp.handle, shared boolean, grace interval,
+    out status text, out epoch integer, out seq bigint, out layer bigint, out seed bigint, out checkpoint text,
+    out environment integer, out chain bigint[], out clock timestamptz, out role name, out query_role name)
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+declare
+    remaining bigint := ceil(extract(epoch from h.deadline + grace - clock_timestamp()) * 1000);
+    before_lock text := current_setting('lock_timeout');
+begin
+    if remaining <= 0 then
+        perform megamcp.refuse('MM402', 'handle_expired', 'The state handle has expired: its call''s deadline has passed.');
+    end if;
+    perform set_config('lock_timeout', remaining::text, true);
+    begin
+        if shared then
+            perform pg_advisory_xact_lock_shared(megamcp.lock_key(h.rollout));
+        else
+            perform pg_advisory_xact_lock(megamcp.lock_key(h.rollout));
+        end if;
+    exception when lock_not_available then
+        perform megamcp.refuse('MM408', 'deadline_exceeded',
+            'The call waited for another call of this rollout until its deadline.');
+    end;
+    perform set_config('lock_timeout', before_lock, true);
+    select r.status, r.epoch, r.seq, r.layer, r.seed, r.checkpoint, r.environment,
+           coalesce(c.chain, '{}') || r.layer, e.clock, s.role, s.query_role
+      into status, epoch, seq, layer, seed, checkpoint, environment, chain, clock, role, query_role
+      from megamcp.rollouts r
+      join megamcp.environments e on e.id = r.environment
+      left join megamcp.servers s on s.environment = r.environment and s.name = h.server
+      left join megamcp.checkpoints c on c.id = r.checkpoint
+     where r.id = h.rollout;
+    if not found then
+        perform megamcp.refuse('MM404', 'rollout_not_found', format('There is no rollout %s.', h.rollout));
+    end if;
+end $$;
+
+create or replace function megamcp.call_begin(token text, tool text, arguments text,
+    out replayed boolean, out result text, out is_error boolean, out seed bigint, out clock timestamptz, out seq bigint)
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+    h megamcp.handle := megamcp.open_handle(token);
+    r record;
+    e megamcp.events;
+begin
+    if h.mode not in ('r', 'w') then
+        perform megamcp.refuse('MM401', 'handle_forged', 'This state handle is not for a call.');
+    end if;
+    r := megamcp.enter(h, h.mode = 'r', interval '0');
+    if r.role is distinct from session_user then
+        perform megamcp.refuse('MM401', 'handle_foreign', 'The state handle was made for another tool server.');
+    end if;
+    if r.status <> 'open' then
+        perform megamcp.refuse('MM410', 'rollout_' || r.status, format('Rollout %s is %s.', h.rollout, r.status));
+    end if;
+    if r.epoch <> h.epoch then
+        perform megamcp.refuse('MM409', 'rolled_back', 'The rollout was rolled back while this call was on its way.');
+    end if;
+    if exists (select 1 from megamcp.events x where x.nonce = h.nonce) then
+        perform megamcp.refuse('MM403', 'handle_replayed', 'The state handle was used before; each is good for one call.');
+    end if;
+    seed := r.seed;
+    clock := r.clock;
+    if h.key is not null then
+        if h.mode = 'r' then    -- readers run in parallel, so the key needs a lock of its own
+            perform pg_advisory_xact_lock(hashtextextended(h.rollout || chr(10) || h.key, 7724));
+        end if;
+        select x.* into e from megamcp.events x
+         where x.rollout = h.rollout and x.idempotency_key = h.key
+           and megamcp.on_path(h.rollout, r.checkpoint, r.epoch, x.checkpoint, x.epoch)
+         order by x.seq desc limit 1;
+        if found then
+            if e.fingerprint is distinct from h.fingerprint then
+                perform megamcp.refuse('MM422', 'idempotency_key_reused',
+                    format('Idempotency key %s was used for another request (%s).', to_json(h.key), e.tool));
+            end if;
+            replayed := true;
+            result := megamcp.event_result(e);
+            is_error := e.is_error;
+            seq := e.seq;
+            if result is null then
+                perform megamcp.refuse('MM422', 'result_expired', 'The call was done, but its result is no longer kept.');
+            end if;
+            return;
+        end if;
+    end if;
+    replayed := false;
+    seq := r.seq + 1;
+    if h.mode = 'w' then
+        insert into megamcp.events (rollout, seq, kind, server, tool, arguments, state, nonce, idempotency_key,
+                                    fingerprint, checkpoint, epoch, exact)
+        values (h.rollout, r.seq + 1, 'call', h.server, tool, arguments, 'running', h.nonce, h.key,
+                h.fingerprint, r.checkpoint, r.epoch, true);
+    end if;
+    -- A tool server that hangs can't hold the rollout for longer than the call may take.
+    perform set_config('transaction_timeout',
+        greatest(1, ceil(extract(epoch from h.deadline - clock_timestamp()) * 1000) + 2000)::bigint::text, true);
+    perform megamcp.bind(r.chain, r.layer, r.seed, r.clock, h.mode = 'w');
+end $$;
+
+create or replace function megamcp.keep_result(inout result text, out blob bytea)
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+begin
+    if octet_length(result) > 32768 then
+        blob := sha256(convert_to(result, 'UTF8'));
+        insert into megamcp.blobs as b (hash, content, bytes) values (blob, result, octet_length(result))
+            on conflict (hash) do update set created_at = excluded.created_at;
+        result := null;
+    end if;
+end $$;
+
+create or replace function megamcp.call_finish(token text, tool text, arguments text, result text, failed boolean)
+returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+    h megamcp.handle := megamcp.open_handle(token);
+    kept record := megamcp.keep_result(result);
+    number bigint;
+begin
+    if h.mode = 'w' then
+        update megamcp.events e
+           set state = 'done', result = kept.result, result_blob = kept.blob, is_error = failed, ended_at = clock_timestamp()
+         where e.nonce = h.nonce and e.state = 'running'
+        returning e.seq into number;
+        if number is not null then
+            update megamcp.rollouts r set seq = number, dirty = true
+             where r.id = h.rollout and r.epoch = h.epoch and r.status = 'open' and r.seq = number - 1;
+        end if;
+    elsif current_setting('megamcp.binding', true) <> '' then
+        update megamcp.rollouts r set seq = r.seq + 1
+         where r.id = h.rollout and r.epoch = h.epoch and r.status = 'open'
+        returning r.seq into number;
+        if number is not null then
+            insert into megamcp.events (rollout, seq, kind, server, tool, arguments, state, nonce, idempotency_key,
+                                        fingerprint, checkpoint, epoch, exact, result, result_blob, is_error, ended_at)
+            select h.rollout, number, 'call', h.server, tool, arguments, 'done', h.nonce, h.key,
+                   h.fingerprint, r.checkpoint, r.epoch, true, kept.result, kept.blob, failed, clock_timestamp()
+              from megamcp.rollouts r where r.id = h.rollout;
+        end if;
+    end if;
+    if not found or number is null then
+        perform megamcp.refuse('MM423', 'transaction_lost', 'The call''s transaction ended before the call did.');
+    end if;
+    return number;
+end $$;
+
+-- After the call's own transaction is gone: keeps its error. The lock makes sure that it really is gone.
+create or replace function megamcp.call_fail(token text, tool text, arguments text, error_result text,
+    out recorded boolean, out result text, out is_error boolean)
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+    h megamcp.handle := megamcp.open_handle(token);
+    r record;
+    e megamcp.events;
+    kept record;
+begin
+    r := megamcp.enter(h, false, interval '30 seconds');
+    select x.* into e from megamcp.events x where x.nonce = h.nonce;
+    if found then
+        recorded := e.state = 'done';
+        result := megamcp.event_result(e);
+        is_error := e.is_error;
+        return;
+    end if;
+    recorded := false;
+    is_error := true;
+    result := error_result;
+    if r.status <> 'open' then
+        return;
+    end if;
+    kept := megamcp.keep_result(error_result);
+    -- The key is not kept: nothing was done, so a retry may do it.
+    insert into megamcp.events (rollout, seq, kind, server, tool, arguments, state, nonce, fingerprint,
+                                checkpoint, epoch, exact, result, result_blob, is_error, ended_at)
+    values (h.rollout, r.seq + 1, 'call', h.server, tool, arguments, 'failed', h.nonce, h.fingerprint,
+            r.checkpoint, r.epoch, true, kept.result, kept.blob, true, clock_timestamp());
+    update megamcp.rollouts x set seq = x.seq + 1 where x.id = h.rollout;
+end $$;
+
+-- Read-only SQL of an evaluator, by the state's query role.
+create or replace function megamcp.query_begin(token text) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+    h megamcp.handle := megamcp.open_handle(token);
+    r record;
+    c record;
+begin
+    if h.mode <> 'q' then
+        perform megamcp.refuse('MM401', 'handle_forged', 'This state handle is not for a query.');
+    end if;
+    r := megamcp.enter(h, true, interval '0');
+    if r.query_role is distinct from session_user then
+        perform megamcp.refuse('MM401', 'handle_foreign', 'The state handle was made for another tool server.');
+    end if;
+    if h.point is null then
+        perform megamcp.bind(r.chain, r.layer, r.seed, r.clock, false);
+    elsif h.point = 'base' then
+        perform megamcp.bind('{}', 0, r.seed, r.clock, false);
+    else
+        select x.chain, x.seed into c from megamcp.checkpoints x where x.id = h.point;
+        if not found then
+            perform megamcp.refuse('MM410', 'checkpoint_gone', format('Checkpoint %s is gone.', h.point));
+        end if;
+        perform megamcp.bind(c.chain, 0, c.seed, r.clock, false);
+    end if;
+end $$;
+
+-- A call to a server that keeps no state here: at most once. The row comes first; an outcome may never follow.
+create or replace function megamcp.call_intent(rollout text, server text, tool text, arguments text, nonce uuid,
+    key text, fingerprint bytea, owner bigint, wait_ms bigint,
+    out found_state text, out result text, out is_error boolean, out seq bigint)
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+declare
+    r megamcp.rollouts;
+    e megamcp.events;
+begin
+    perform set_config('lock_timeout', greatest(1, wait_ms)::text, true);
+    perform pg_advisory_xact_lock_shared(megamcp.lock_key(rollout));
+    select x.* into r from megamcp.rollouts x where x.id = rollout for no key update;
+    if not found then
+        perform megamcp.refuse('MM404', 'rollout_not_found', format('There is no rollout %s.', rollout));
+    end if;
+    if r.status <> 'open' then
+        perform megamcp.refuse('MM410', 'rollout_' || r.status, format('Rollout %s is %s.', rollout, r.status));
+    end if;
+    if key is not null then
+        select x.* into e from megamcp.events x
+         where x.rollout = r.id and x.idempotency_key = key
+           and megamcp.on_path(r.id, r.checkpoint, r.epoch, x.checkpoint, x.epoch)
+         order by x.seq desc limit 1;
+        if found then
+            if e.fingerprint is distinct from call_intent.fingerprint then
+                perform megamcp.refuse('MM422', 'idempotency_key_reused',
+                    format('Idempotency key %s was used for another request (%s).', to_json(key), e.tool));
+            end if;
+            found_state := e.state;
+            result := megamcp.event_result(e);
+            is_error := e.is_error;
+            seq := e.seq;
+            return;
+        end if;
+    end if;
+    update megamcp.rollouts x set seq = x.seq + 1 where x.id = r.id returning x.seq into seq;
+    insert into megamcp.events (rollout, seq, kind, server, tool, arguments, state, nonce, idempotency_key,
+                                fingerprint, checkpoint, epoch, exact, owner)
+    values (r.id, seq, 'call', server, tool, arguments, 'running', nonce, key, fingerprint,
+            r.checkpoint, r.epoch, false, owner);
+end $$;
+
+create or replace function megamcp.call_outcome(p_rollout text, p_seq bigint, p_nonce uuid, p_result text, p_failed boolean,
+    p_state text) returns boolean language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+declare
+    kept record := megamcp.keep_result(p_result);
+begin
+    update megamcp.events e
+       set state = p_state, result = kept.result, result_blob = kept.blob, is_error = p_failed, ended_at = clock_timestamp()
+     where e.rollout = p_rollout and e.seq = p_seq and e.nonce = p_nonce and e.state = 'running';
+    return found;
+end $$;
+
+-- A tool can't end the transaction by itself: at COMMIT the call must have its result.
+create or replace function megamcp.demand_result() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+begin
+    if exists (select 1 from megamcp.events e where e.rollout = new.rollout and e.seq = new.seq and e.state = 'running') then
+        perform megamcp.refuse('MM424', 'tool_committed',
+            'The transaction belongs to the gateway: a tool may not commit it. Nothing was changed.');
+    end if;
+    return null;
+end $$;
+
+do $$
+begin
+    if not exists (select 1 from pg_trigger where tgname = 'call_has_result' and tgrelid = 'megamcp.events'::regclass) then
+        create constraint trigger call_has_result after insert on megamcp.events
+            deferrable initially deferred for each row
+            when (new.exact and new.state = 'running') execute function megamcp.demand_result();
+    end if;
+end $$;
+
+do $$
+begin
+    -- Group roles of the cluster; each loaded state's own logins are members.
+    perform pg_advisory_xact_lock(7725);
+    if not exists (select 1 from pg_roles where rolname = 'megamcp_tools') then
+        create role megamcp_tools nologin;
+    end if;
+    if not exists (select 1 from pg_roles where rolname = 'megamcp_queries') then
+        create role megamcp_queries nologin;
+    end if;
+end $$;
+
+revoke all on schema megamcp from public;
+revoke all on all functions in schema megamcp from public;
+grant usage on schema megamcp to megamcp_tools, megamcp_queries;
+grant execute on function megamcp.call_begin(text, text, text), megamcp.call_finish(text, text, text, text, boolean),
+    megamcp.call_fail(text, text, text, text) to megamcp_tools;
+grant execute on function megamcp.query_begin(text) to megamcp_queries;
