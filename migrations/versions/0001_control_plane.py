@@ -12,7 +12,9 @@ depends_on = None
 
 def upgrade() -> None:
     script = Path(__file__).parent.parent / "sql" / "0001_control_plane.sql"
-    op.get_bind().exec_driver_sql(script.read_text(encoding="utf-8"))
+    # Several statements at once need the driver itself: prepared statements take one.
+    driver = op.get_bind().connection.dbapi_connection
+    driver.run_async(lambda connection: connection.execute(script.read_text(encoding="utf-8")))
 
 
 def downgrade() -> None:

@@ -1,0 +1,73 @@
+"""Every setting of the gateway: `MEGAMCP_<NAME>` in the environment, or a keyword in tests.
+
+Durations are seconds, sizes are bytes. `docs/settings.md` lists them all; a test compares it with this file.
+"""
+
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def default_data_dir() -> Path:
+    """Where the embedded PostgreSQL lives: `~/.megamcp`."""
+    return Path.home() / ".megamcp"
+
+
+class Settings(BaseSettings):
+    """Read once at start; nothing here changes while the gateway runs."""
+
+    model_config = SettingsConfigDict(env_prefix="MEGAMCP_", extra="ignore")
+
+    database_url: SecretStr | None = Field(
+        None, description="DSN of a PostgreSQL 18 of your own. Unset: an embedded one in `data_dir`."
+    )
+    data_dir: Path = Field(
+        default_factory=default_data_dir, description="Folder of the embedded PostgreSQL and of run-time files."
+    )
+    host: str = Field("127.0.0.1", description="Address that `megamcp serve` listens on.")
+    port: int = Field(8600, ge=0, le=65535, description="Port that `megamcp serve` listens on; 0 takes a free one.")
+    public_url: str | None = Field(
+        None, description="Base of the rollout URLs that are handed out. Unset: taken from each request."
+    )
+    workers: int = Field(1, ge=1, le=64, description="Gateway processes. Every lock is in PostgreSQL.")
+    api_key: SecretStr | None = Field(
+        None, description="When set, `/v1` wants `Authorization: Bearer <key>`. Rollout URLs are their own secret."
+    )
+    environments: list[Path] = Field(
+        default_factory=list, description="Environment folders (JSON list) to load at start, besides the bundled ones."
+    )
+    bundled_environments: bool = Field(True, description="Load the bundled environments at start.")
+
+    rollout_ttl_s: float = Field(3600, gt=0, description="Lease of a rollout whose caller names none.")
+    checkpoint_ttl_s: float = Field(86400, gt=0, description="Lease of a checkpoint whose caller names none.")
+    max_ttl_s: float = Field(30 * 86400, gt=0, description="Longest lease that may be asked for.")
+    max_rollouts: int = Field(200_000, gt=0, description="Open rollouts in all; one more is answered with 429.")
+    max_fork: int = Field(1000, gt=0, description="Most rollouts that one request may open or fork.")
+    reap_interval_s: float = Field(5, gt=0, description="Pause between two runs of the reaper.")
+    journal_days: float = Field(30, gt=0, description="Journal rows of ended rollouts are kept this long.")
+    blob_bytes: int = Field(
+        4 << 30, gt=0, description="Bytes of results over 32 KiB that are kept; the oldest go first."
+    )
+
+    call_timeout_s: float = Field(60, gt=0, description="Deadline of a tool call, waiting included.")
+    connect_timeout_s: float = Field(5, gt=0, description="Deadline for a connection to a tool server.")
+    start_timeout_s: float = Field(30, gt=0, description="Deadline for a tool server's process to become ready.")
+    quiesce_timeout_s: float = Field(
+        30, ge=0, description="How long a checkpoint waits for running calls before it ends them."
+    )
+    rollback_grace_s: float = Field(
+        0.5, ge=0, description="How long rollback and release wait for running calls before they end them."
+    )
+    query_timeout_s: float = Field(10, gt=0, description="Deadline of an evaluator's SQL query.")
+    query_rows: int = Field(10_000, gt=0, description="Most rows that an evaluator's SQL query returns.")
+    diff_rows: int = Field(1_000, gt=0, description="Most rows that a diff lists for each table.")
+
+    max_body_bytes: int = Field(4 << 20, gt=0, description="Largest request body.")
+    max_result_bytes: int = Field(16 << 20, gt=0, description="Largest result taken from a tool server.")
+    queue_per_rollout: int = Field(64, gt=0, description="Calls of one rollout that may wait; one more gets 429.")
+    calls_in_flight: int = Field(1000, gt=0, description="Calls of one gateway process; one more gets 429.")
+    control_connections: int = Field(12, ge=2, description="PostgreSQL connections of each gateway process.")
+    tool_connections: int = Field(8, ge=1, description="PostgreSQL connections of each tool server process.")
+    query_connections: int = Field(4, ge=1, description="PostgreSQL connections of each process for evaluators' SQL.")
+    log_level: str = Field("info", description="debug, info, warning or error.")

@@ -1,0 +1,305 @@
+"""What goes over the wire of the control plane: one pydantic model a body. No behaviour."""
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RolloutStatus(StrEnum):
+    """Where a rollout is in its life."""
+
+    OPEN = "open"
+    """Takes calls until its lease ends."""
+    CLOSED = "closed"
+    """Released by its owner; its checkpoints live on until their own leases end."""
+    EXPIRED = "expired"
+    """Its lease ended and the reaper released it."""
+
+
+class Model(BaseModel):
+    """Base of request bodies: an unknown field is an error, since it is most often a misspelt one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class View(BaseModel):
+    """Base of answers: fields may be added, so a client ignores what it doesn't know."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+Ttl = Field(None, gt=0, description="Length of the lease in seconds. Omitted: the gateway's default.")
+GroupName = Field(
+    None,
+    min_length=1,
+    max_length=200,
+    description="Rollouts that are compared with each other. Omitted: a new group for this request.",
+)
+SeedChoice = Literal["inherit", "fresh"] | int
+
+
+class OpenRollouts(Model):
+    """Ask for new rollouts of an environment."""
+
+    environment: str = Field(
+        description="Name, or name@hash for one fixed version.", examples=["retail"], min_length=1, max_length=300
+    )
+    count: int = Field(1, ge=1, description="How many.")
+    group: str | None = GroupName
+    ttl_s: float | None = Ttl
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        description="Seed of the environment's randomness. Omitted: the environment's own, the same each time.",
+    )
+    labels: dict[str, str] = Field(default_factory=dict, description="Free text, kept with each rollout.")
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"environment": "retail", "count": 4, "ttl_s": 3600}]}
+    )
+
+
+class Rollout(View):
+    """One agent's run against an environment, with a state of its own."""
+
+    id: str = Field(examples=["ro_5f0c7d0e2b1a4c3d9e8f7a6b5c4d3e2f"])
+    url: str = Field(description="Point any MCP client here.")
+    environment: str = Field(description="name@hash")
+    group: str
+    turn: int = Field(description="Turn of the checkpoint that its head stands on; 0 at the start.")
+    depth: int = Field(description="Checkpoints between the root and its head.")
+    seq: int = Field(description="Number of its last journal row.")
+    status: RolloutStatus
+    parent_checkpoint: str | None = Field(description="The checkpoint that it was forked from.")
+    checkpoint: str | None = Field(description="The checkpoint that its head stands on.")
+    seed: int
+    labels: dict[str, str]
+    created_at: datetime
+    expires_at: datetime
+
+
+class Rollouts(View):
+    """Rollouts, oldest first, and where to go on."""
+
+    rollouts: list[Rollout]
+    next_cursor: str | None = Field(None, description="Pass as `cursor` for the next page; null on the last one.")
+
+
+class Renew(Model):
+    """Ask for a longer lease, counted from now."""
+
+    ttl_s: float | None = Ttl
+
+
+class MakeCheckpoint(Model):
+    """Ask for a checkpoint of a rollout as it is now."""
+
+    label: str | None = Field(None, max_length=200, examples=["after look-up"])
+    turn: int | None = Field(None, ge=0, description="The caller's turn number. Omitted: the parent's + 1.")
+    ttl_s: float | None = Ttl
+
+
+class Checkpoint(View):
+    """An immutable, consistent point over all state of a rollout."""
+
+    id: str = Field(examples=["cp_0a1b2c3d4e5f60718293a4b5c6d7e8f9"])
+    rollout: str
+    environment: str
+    parent: str | None
+    turn: int
+    depth: int = Field(description="Checkpoints from the root to this one.")
+    seq: int = Field(description="The last journal row before it.")
+    digest: str = Field(description="Hash of the effective state; equal states have equal digests.")
+    label: str | None
+    pins: list[str] = Field(default_factory=list, description="Owners that hold it.")
+    created_at: datetime
+    expires_at: datetime
+
+
+class Checkpoints(View):
+    """A rollout's own checkpoints, oldest first."""
+
+    checkpoints: list[Checkpoint]
+
+
+class Pin(Model):
+    """Hold a checkpoint under a name, whatever its own lease says."""
+
+    owner: str = Field(min_length=1, max_length=200, examples=["trainer-7"])
+    ttl_s: float | None = Ttl
+
+
+class Fork(Model):
+    """Ask for rollouts that start from a checkpoint."""
+
+    count: int = Field(1, ge=1)
+    group: str | None = GroupName
+    ttl_s: float | None = Ttl
+    seed: SeedChoice = Field(
+        "inherit",
+        description="`inherit` keeps the checkpoint's seed, `fresh` gives each fork its own, a number sets it.",
+    )
+    labels: dict[str, str] = Field(default_factory=dict)
+
+
+class Rollback(Model):
+    """Move a rollout back to a checkpoint of its own, or to the one that it was forked from."""
+
+    checkpoint: str
+
+
+class TableDiff(View):
+    """Rows of one table that differ between two points."""
+
+    added: list[dict[str, Any]]
+    removed: list[dict[str, Any]]
+    changed: list[dict[str, Any]] = Field(description="`{key, before, after}` a row.")
+    truncated: bool = Field(False, description="More rows differ than the gateway lists.")
+
+
+class ServerDiff(View):
+    """What differs in one server's state."""
+
+    kind: str
+    tables: dict[str, TableDiff] = Field(default_factory=dict)
+
+
+class Diff(View):
+    """What differs between two points, per server. Servers and tables without a difference are left out."""
+
+    rollout: str
+    from_: str = Field(alias="from", serialization_alias="from")
+    to: str
+    servers: dict[str, ServerDiff]
+
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+
+
+class Digest(View):
+    """A path-independent hash of the effective state at a point."""
+
+    rollout: str
+    at: str
+    digest: str
+    servers: dict[str, str | None]
+    counters: dict[str, dict[str, int]] = Field(
+        default_factory=dict, description="Sequences, clock and random position; not part of the digest."
+    )
+
+
+class Event(View):
+    """One row of the journal."""
+
+    rollout: str
+    seq: int
+    kind: str = Field(description="open, fork, call, checkpoint, rollback, score or close")
+    at: datetime
+    server: str | None = None
+    tool: str | None = None
+    arguments: Any = None
+    result: Any = Field(None, description="The MCP result of a call, as it was given to the agent.")
+    is_error: bool | None = None
+    state: str | None = Field(None, description="Of a call: running, done, failed or unknown.")
+    duration_ms: float | None = None
+    data: dict[str, Any] | None = None
+
+
+class Events(View):
+    """Journal rows in order, the ancestors' part first."""
+
+    events: list[Event]
+    next_after: int | None = Field(None, description="Pass as `after` for the next page; null on the last one.")
+
+
+class Tool(View):
+    """A tool as the agent sees it, in MCP's own shape."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+
+
+class Tools(View):
+    """The agent's view of a rollout's tools, in stable order."""
+
+    tools: list[Tool]
+
+
+class Call(Model):
+    """Call a tool as the agent would."""
+
+    tool: str = Field(examples=["get_order"], min_length=1, max_length=300)
+    arguments: dict[str, Any] = Field(default_factory=dict, examples=[{"order_id": "W1000001"}])
+    idempotency_key: str | None = Field(
+        None, min_length=1, max_length=512, description="The same key again gives the recorded result."
+    )
+
+
+class Query(Model):
+    """Read-only SQL on a rollout's state."""
+
+    server: str | None = Field(None, description="May be omitted where the environment has one server with SQL state.")
+    sql: str = Field(min_length=1, max_length=100_000, examples=["select count(*) from orders"])
+    at: str | None = Field(None, description="A checkpoint id, `base` or `head`. Omitted: head.")
+
+
+class QueryResult(View):
+    """Rows of a query."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+    truncated: bool = Field(description="The query had more rows than the gateway returns.")
+
+
+class Score(Model):
+    """A reward or advantage, kept beside the journal."""
+
+    name: str = Field(min_length=1, max_length=200, examples=["reward"])
+    value: float
+    turn: int | None = Field(None, ge=0)
+    data: dict[str, Any] | None = None
+
+
+class EnvironmentServer(View):
+    """One tool server of an environment."""
+
+    name: str
+    kind: str
+    tables: list[str] = Field(default_factory=list)
+
+
+class Environment(View):
+    """A named, versioned set of tool servers with their initial state."""
+
+    name: str
+    hash: str
+    clock: datetime
+    seed: int
+    loaded_at: datetime
+    servers: list[EnvironmentServer]
+
+
+class Environments(View):
+    """What can be opened, newest version of each name first."""
+
+    environments: list[Environment]
+
+
+class LoadEnvironment(Model):
+    """Load an environment from a folder (or `mcp.json`) that the gateway can read."""
+
+    path: str = Field(examples=["tool_servers/retail"], min_length=1)
+
+
+class Problem(View):
+    """An error (RFC 9457)."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str = Field(description="Stable; compare with this, not with the text.")
+    hint: str | None = None
