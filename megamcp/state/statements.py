@@ -1,0 +1,342 @@
+"""The check of each SQL statement before it runs on copy-on-write state.
+
+`check_statement` is called by the SDK's connection for every statement a tool sends, `check_query` by the
+gateway for the read-only SQL of evaluators. Both parse with libpg_query (PostgreSQL's own grammar, through
+`postgast`) and raise `UnsupportedStatement` with the construct, the reason and the way out. What they accept
+runs as on plain tables.
+
+Invariants:
+- A syntax error is no refusal: the text passes, and PostgreSQL, whose grammar is the same, reports it.
+- No text, however hostile, crashes or stalls the process: length and nesting are bounded before the parser
+  runs (libpg_query recurses over the tree it built, and a chain of 30,000 operators overran its stack).
+- Verdicts are cached by text. Values belong into parameters, so a tool has few texts.
+
+Not covered: string parameters such as 'now' that PostgreSQL itself casts to a time, and functions of the
+environment, which were checked when its schema was loaded.
+"""
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from postgast import PgQueryError, scan
+from postgast.native import lib
+
+from megamcp.errors import UnsupportedStatement
+from megamcp.state import refusals
+from megamcp.state.refusals import Refusal
+
+MAX_BYTES = 1 << 20
+# A text this short can't nest deep enough to harm; a longer one has its nesting bounded by its tokens first.
+_SURELY_SHALLOW = 8_000
+_MAX_CHAIN = 4_000
+_CACHED_LENGTH = 16_000
+
+_TIME_TYPES = frozenset(
+    {
+        "date",
+        "time",
+        "timetz",
+        "timestamp",
+        "timestamptz",
+        "daterange",
+        "tsrange",
+        "tstzrange",
+        "datemultirange",
+        "tsmultirange",
+        "tstzmultirange",
+    }
+)
+_RELATIVE_TIMES = ("now", "today", "tomorrow", "yesterday")
+
+Node = dict[str, Any]
+
+
+class _Refused(Exception):
+    """Carries a refusal out of the tree walk."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.construct)
+        self.refusal = refusal
+
+
+def check_statement(sql: str, *, visible: str | None = None, savepoints: bool = False) -> None:
+    """Raise `UnsupportedStatement` if `sql` can't run exactly on copy-on-write state.
+
+    `visible` is the state's visible PostgreSQL schema, which may be named in the text; by default any name of
+    the form `v_<hash>` may (privileges decide). `savepoints` admits SAVEPOINT, RELEASE and ROLLBACK TO.
+    """
+    refusal = _verdict(sql, visible, savepoints, False)
+    if refusal is not None:
+        raise _error(refusal)
+
+
+def check_query(sql: str, *, visible: str | None = None) -> None:
+    """Raise `UnsupportedStatement` unless `sql` is one SELECT, VALUES, TABLE or plain EXPLAIN of these."""
+    refusal = _verdict(sql, visible, False, True)
+    if refusal is not None:
+        raise _error(refusal)
+
+
+def _error(refusal: Refusal) -> UnsupportedStatement:
+    return UnsupportedStatement(
+        f"{refusal.construct} is not supported here: {refusal.reason}.",
+        hint=refusal.hint,
+        construct=refusal.construct,
+        reason=refusal.reason,
+    )
+
+
+@lru_cache(maxsize=2048)
+def _cached_verdict(sql: str, visible: str | None, savepoints: bool, query: bool) -> Refusal | None:
+    return _judge(sql, visible, savepoints, query)
+
+
+@lru_cache(maxsize=32)
+def _cached_long_verdict(sql: str, visible: str | None, savepoints: bool, query: bool) -> Refusal | None:
+    return _judge(sql, visible, savepoints, query)
+
+
+def _verdict(sql: str, visible: str | None, savepoints: bool, query: bool) -> Refusal | None:
+    """Long texts have a small cache of their own, so that the caches stay below 64 MiB whatever is sent."""
+    cached = _cached_verdict if len(sql) <= _CACHED_LENGTH else _cached_long_verdict
+    return cached(sql, visible, savepoints, query)
+
+
+def _judge(sql: str, visible: str | None, savepoints: bool, query: bool) -> Refusal | None:
+    try:
+        text = sql.encode()
+    except UnicodeEncodeError:
+        return refusals.NOT_TEXT
+    if b"\0" in text:
+        return refusals.NOT_TEXT
+    if len(text) > MAX_BYTES:
+        return refusals.TOO_LONG
+    if len(text) > _SURELY_SHALLOW and _longest_chain(sql) > _MAX_CHAIN:
+        return refusals.TOO_DEEP
+    try:
+        statements = _parse(text)
+        if statements is None:
+            return None
+        if len(statements) > 1:
+            return refusals.SEVERAL
+        check = _Check(visible, savepoints, query)
+        for raw in statements:
+            check.statement(raw["stmt"])
+    except _Refused as refused:
+        return refused.refusal
+    except RecursionError:
+        return refusals.TOO_DEEP
+    return None
+
+
+def _parse(text: bytes) -> list[Node] | None:
+    """The statements of a text; None when PostgreSQL will report a syntax error.
+
+    The tree is read as JSON: its protobuf form can't be read past 100 levels, some 45 chained operators.
+    """
+    result = lib.pg_query_parse(text)
+    try:
+        if result.error:
+            message = result.error.contents.message or b""
+            if b"exhausted" in message or b"stack depth" in message:
+                raise _Refused(refusals.TOO_DEEP)
+            return None
+        tree: bytes = result.parse_tree
+    finally:
+        lib.pg_query_free_parse_result(result)
+    statements: list[Node] = json.loads(tree).get("stmts", [])
+    return [raw for raw in statements if raw.get("stmt")]
+
+
+def _longest_chain(sql: str) -> int:
+    """A bound of the parse tree's depth: tokens since the last comma, summed over the open parentheses."""
+    try:
+        tokens = scan(sql).tokens
+    except PgQueryError:
+        return 0  # a token is broken, so the parser stops before it builds anything
+    opening, closing, comma = (ord(c) for c in "(),")
+    open_counts: list[int] = []
+    outer = count = longest = 0
+    for item in tokens:
+        token = item.token
+        if token == opening:
+            open_counts.append(count + 1)
+            outer += count + 1
+            count = 0
+        elif token == closing and open_counts:
+            count = open_counts.pop()
+            outer -= count
+        elif token == comma:
+            count = 0
+        else:
+            count += 1
+            longest = max(longest, outer + count)
+    return longest
+
+
+def _names(parts: list[Node]) -> list[str]:
+    return [part["String"]["sval"] for part in parts if part.get("String")]
+
+
+class _Check:
+    """One walk over one statement. Raises `_Refused` at the first construct that is refused."""
+
+    def __init__(self, visible: str | None, savepoints: bool, query: bool) -> None:
+        self._visible = visible
+        self._savepoints = savepoints
+        self._query = query
+        self._own_names: set[str] = set()
+        self._system_columns: list[str] = []
+        # Keys are node types, and the fields in which the JSON form leaves the node's type out.
+        self._visitors: dict[str, Callable[[Node], None]] = {
+            "RangeVar": self._relation,
+            "relation": self._relation,
+            "FuncCall": self._function,
+            "ColumnRef": self._column,
+            "TypeName": self._type,
+            "typeName": self._type,
+            "TypeCast": self._cast,
+            "SQLValueFunction": self._keyword,
+            "CommonTableExpr": self._common_table,
+            "A_Expr": self._operator,
+            "ResTarget": self._own_name,
+            "Alias": self._alias,
+            "alias": self._alias,
+            "lockingClause": lambda _: self._refuse(refusals.ROW_LOCK),
+            "LockingClause": lambda _: self._refuse(refusals.ROW_LOCK),
+            "intoClause": lambda _: self._refuse(refusals.SELECT_INTO),
+            "RangeTableSample": lambda _: self._refuse(refusals.SAMPLE),
+            "CurrentOfExpr": lambda _: self._refuse(refusals.CURRENT_OF),
+            "onConflictClause": lambda _: self._refuse(refusals.ON_CONFLICT),
+        }
+
+    @staticmethod
+    def _refuse(refusal: Refusal | None) -> None:
+        if refusal is not None:
+            raise _Refused(refusal)
+
+    def statement(self, wrapped: Node) -> None:
+        ((kind, node),) = wrapped.items()
+        self._statement_kind(kind, node)
+        self._walk(node)
+        for name in self._system_columns:
+            if name not in self._own_names:
+                self._refuse(refusals.system_column(name))
+
+    def _statement_kind(self, kind: str, node: Node) -> None:
+        if kind in refusals.READ_STATEMENTS:
+            return
+        if kind == "ExplainStmt":
+            self._explain(node)
+            return
+        if self._query:
+            known = kind in refusals.WRITE_STATEMENTS | refusals.CURSOR_STATEMENTS
+            refusal = refusals.NOT_A_QUERY if known else refusals.statement(kind)
+            self._refuse(refusals.NOT_A_QUERY if kind == "VariableShowStmt" else refusal)
+        if kind in refusals.WRITE_STATEMENTS or kind in {"FetchStmt", "ClosePortalStmt", "VariableShowStmt"}:
+            return
+        if kind == "DeclareCursorStmt":
+            with_hold = 0x0020  # CURSOR_OPT_HOLD in nodes/parsenodes.h
+            self._refuse(refusals.WITH_HOLD if node.get("options", 0) & with_hold else None)
+        elif kind == "VariableSetStmt":
+            name = node.get("name", "")
+            values = node.get("kind") in {"VAR_SET_VALUE", "VAR_SET_DEFAULT"}
+            self._refuse(refusals.setting(name if values else "", bool(node.get("is_local"))))
+        elif not (kind == "TransactionStmt" and self._savepoints and refusals.is_savepoint(node["kind"])):
+            self._refuse(refusals.statement(kind))
+
+    def _explain(self, node: Node) -> None:
+        ((kind, inner),) = node["query"].items()
+        self._statement_kind(kind, inner)
+        options = {option["DefElem"]["defname"].lower() for option in node.get("options", [])}
+        if self._query and "analyze" in options:
+            self._refuse(refusals.EXPLAIN_ANALYZE)
+
+    def _walk(self, root: Node) -> None:
+        """Visit every node below `root`, in no particular order and without recursion."""
+        visitors = self._visitors
+        pending: list[Any] = [root]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, list):
+                pending.extend(value)
+                continue
+            for key, child in value.items():
+                if isinstance(child, dict):
+                    if visit := visitors.get(key):
+                        visit(child)
+                    pending.append(child)
+                elif isinstance(child, list):
+                    if key in {"lockingClause", "intoClause"}:
+                        visitors[key](value)
+                    pending.append(child)
+
+    def _relation(self, node: Node) -> None:
+        if "relname" not in node:
+            return  # a field named `relation` that holds a wrapped node, which is visited by itself
+        if "catalogname" in node:
+            self._refuse(refusals.schema(node["catalogname"], "", "table"))
+        if "schemaname" in node:
+            self._refuse(refusals.schema(node["schemaname"], self._visible, "table"))
+        self._refuse(refusals.relation(node["relname"]))
+
+    def _function(self, node: Node) -> None:
+        *qualifier, name = _names(node["funcname"])
+        arguments = node.get("args", [])
+        if qualifier:
+            self._refuse(refusals.schema(qualifier[-1], self._visible, "function"))
+            if qualifier[-1] != "pg_catalog":
+                return
+        if name == "set_config":
+            self._set_config(arguments)
+        self._refuse(refusals.function(name, bool(qualifier), len(arguments)))
+        if self._query and name in {"nextval", "setval"}:
+            self._refuse(refusals.NO_SEQUENCE_MOVES)
+        if self._query and name.startswith("pg_sleep"):
+            self._refuse(refusals.NO_SLEEP)
+
+    def _set_config(self, arguments: list[Node]) -> None:
+        """set_config(name, value, is_local) with constants is SET; with anything else it can't be judged."""
+        constants = [argument.get("A_Const", {}) for argument in arguments]
+        name = constants[0].get("sval", {}).get("sval", "") if constants else ""
+        local = len(constants) == 3 and constants[2].get("boolval", {}).get("boolval") is True
+        self._refuse(refusals.setting(name, local))
+
+    def _column(self, node: Node) -> None:
+        names = _names(node["fields"])
+        if len(node["fields"]) >= 3:
+            self._refuse(refusals.schema(names[len(node["fields"]) - 3], self._visible, "table"))
+        if names and "String" in node["fields"][-1] and names[-1] in refusals.SYSTEM_COLUMNS:
+            self._system_columns.append(names[-1])
+
+    def _own_name(self, node: Node) -> None:
+        self._own_names.add(node.get("name", ""))
+
+    def _alias(self, node: Node) -> None:
+        self._own_names.update(_names(node.get("colnames", [])))
+
+    def _type(self, node: Node) -> None:
+        names = _names(node.get("names", []))
+        if len(names) > 1:
+            self._refuse(refusals.schema(names[-2], self._visible, "type"))
+
+    def _cast(self, node: Node) -> None:
+        names = _names(node.get("typeName", {}).get("names", []))
+        text = node.get("arg", {}).get("A_Const", {}).get("sval", {}).get("sval", "").lower()
+        if names and names[-1] in _TIME_TYPES and any(word in text for word in _RELATIVE_TIMES):
+            self._refuse(refusals.TIME_LITERAL)
+
+    def _keyword(self, node: Node) -> None:
+        self._refuse(refusals.keyword_time(node["op"]))
+
+    def _common_table(self, node: Node) -> None:
+        self._own_names.update(_names(node.get("aliascolnames", [])))
+        if "SelectStmt" not in node["ctequery"]:
+            self._refuse(refusals.WRITE_IN_CTE)
+
+    def _operator(self, node: Node) -> None:
+        names = _names(node.get("name", []))
+        if len(names) > 1:
+            self._refuse(refusals.schema(names[-2], self._visible, "operator"))
