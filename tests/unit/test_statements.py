@@ -306,29 +306,6 @@ def test_the_deepest_text_that_reaches_the_parser_fits_a_small_stack() -> None:
 
 
 WORDS = "select from t a.b ( ) , + :: int now $1 ; -- /* */ $$ case when end".split()  # noqa: SIM905
-    "select",
-    "from",
-    "t",
-    "a.b",
-    "(",
-    ")",
-    ",",
-    "+",
-    "::",
-    "int",
-    "'x'",
-    "now",
-    "$1",
-    ";",
-    "--",
-    "/*",
-    "*/",
-    '"',
-    "$$",
-    "case",
-    "when",
-    "end",
-]
 
 
 def _has_a_verdict(sql: str) -> bool:
