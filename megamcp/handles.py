@@ -7,7 +7,6 @@ unread, and `megamcp.open_handle` (megamcp/sql/control.sql) checks it. A tool se
 import hashlib
 import hmac
 import secrets
-import time
 import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -60,17 +59,16 @@ class Signer:
         server: str,
         epoch: int,
         mode: Mode,
-        timeout_s: float,
+        deadline: float,
         nonce: uuid.UUID | None = None,
         idempotency_key: str | None = None,
         request: bytes = b"",
         point: str = "",
     ) -> str:
-        """A handle for one call, valid for `timeout_s` seconds. `request` is the call's fingerprint."""
+        """A handle for one call, valid until `deadline` (Unix time in seconds). `request` is the call's fingerprint."""
         key = "" if idempotency_key is None else idempotency_key.encode().hex()
-        deadline = int((time.time() + timeout_s) * 1000)
         signed = (
-            f"v1.{rollout}.{server}.{epoch}.{mode}.{(nonce or uuid.uuid4()).hex}.{deadline}.{key}.{request.hex()}.{point}"
+            f"v1.{rollout}.{server}.{epoch}.{mode}.{(nonce or uuid.uuid4()).hex}.{int(deadline * 1000)}.{key}.{request.hex()}.{point}"
         )
         mac = hmac.digest(self.secret, signed.encode(), "sha256")
         return f"{signed}.{mac.hex()}"

@@ -122,6 +122,8 @@ begin
     if h.mode not in ('r', 'w') then
         perform megamcp.refuse('MM401', 'handle_forged', 'This state handle is not for a call.');
     end if;
+    -- By this name the gateway finds the backend of a call that it has to end.
+    perform set_config('application_name', 'call ' || h.nonce, true);
     r := megamcp.enter(h, h.mode = 'r', interval '0');
     if r.role is distinct from session_user then
         perform megamcp.refuse('MM401', 'handle_foreign', 'The state handle was made for another tool server.');
@@ -322,15 +324,18 @@ begin
             r.checkpoint, r.epoch, false, owner);
 end $$;
 
+-- Says whether the agent may have the result: not when the rollout was rolled back or released meanwhile.
 create or replace function megamcp.call_outcome(p_rollout text, p_seq bigint, p_nonce uuid, p_result text, p_failed boolean,
     p_state text) returns boolean language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
 declare
     kept record := megamcp.keep_result(p_result);
+    at_epoch integer;
 begin
     update megamcp.events e
        set state = p_state, result = kept.result, result_blob = kept.blob, is_error = p_failed, ended_at = clock_timestamp()
-     where e.rollout = p_rollout and e.seq = p_seq and e.nonce = p_nonce and e.state = 'running';
-    return found;
+     where e.rollout = p_rollout and e.seq = p_seq and e.nonce = p_nonce and e.state in ('running', 'unknown')
+    returning e.epoch into at_epoch;
+    return exists (select 1 from megamcp.rollouts r where r.id = p_rollout and r.epoch = at_epoch and r.status = 'open');
 end $$;
 
 -- A tool can't end the transaction by itself: at COMMIT the call must have its result.

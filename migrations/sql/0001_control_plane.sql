@@ -68,7 +68,8 @@ create table megamcp.rollouts (
     environment integer not null references megamcp.environments,
     "group" text not null,
     status text not null default 'open' check (status in ('open', 'closed', 'expired')),
-    parent_checkpoint text,             -- where it was forked from; only told, never followed
+    parent_checkpoint text,             -- where it was forked from; no foreign keys: these outlive their rows
+    parent_rollout text,
     checkpoint text references megamcp.checkpoints,     -- what its head stands on
     layer bigint not null,              -- its head
     start_seq bigint not null default 0,

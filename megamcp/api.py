@@ -1,0 +1,402 @@
+"""The control plane's REST interface: DESIGN's table, one function a row, no decisions of its own.
+
+Bodies and answers are the models of `types.py`; errors are RFC 9457 documents made from the error tree at one place.
+The interface is documented where it is defined: `/docs` shows it, `/openapi.json` is the contract for clients.
+"""
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
+
+import asyncpg
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+
+from megamcp import store as sql
+from megamcp import types as t
+from megamcp.environments import LoadedEnvironment
+from megamcp.errors import BadRequest, MegaMCPError, NoCapacity, NotFound, Unauthorized
+from megamcp.services import Services
+from megamcp.store import cursor_of, read_cursor, translate
+
+PROBLEM = {"model": t.Problem, "content": {"application/problem+json": {}}}
+COMMON: dict[int | str, dict[str, Any]] = {
+    status: {**PROBLEM, "description": text}
+    for status, text in {
+        400: "The request is malformed: `bad_request`, `invalid_arguments`, …",
+        401: "The API key is missing or wrong: `unauthorized`",
+        404: "No such thing: `rollout_not_found`, `checkpoint_not_found`, `environment_not_found`, …",
+        409: "Not in a state that allows this: `foreign_checkpoint`, `checkpoint_pinned`, `rolled_back`, …",
+        410: "It was there and is not any more: `rollout_closed`, `rollout_expired`, `checkpoint_gone`",
+        422: "Understood and refused: `idempotency_key_reused`, `unsupported_schema`, `query_failed`, …",
+        429: "A bound is reached: `too_many_rollouts`, `control_busy`, …; see `Retry-After`",
+        503: "The database is away: `database_unavailable`",
+    }.items()
+}
+MAX_PAGE = 1000
+POLL_S = 0.25
+
+
+def services(request: Request) -> Services:
+    """The process's services, made by the app's lifespan."""
+    made: Services = request.app.state.services
+    return made
+
+
+async def authorised(
+    request: Request, authorization: Annotated[str | None, Header(description="`Bearer <MEGAMCP_API_KEY>`, when one is set.")] = None
+) -> None:
+    """Raises `Unauthorized` when an API key is set and this isn't it."""
+    key = services(request).settings.api_key
+    if key is None:
+        return
+    given = (authorization or "").removeprefix("Bearer ").encode()
+    if not hmac.compare_digest(given, key.get_secret_value().encode()):
+        raise Unauthorized("The API key is missing or wrong.", hint="Send Authorization: Bearer <MEGAMCP_API_KEY>.")
+
+
+S = Annotated[Services, Depends(services)]
+RolloutId = Annotated[str, Path(description="A rollout's id.", max_length=100)]
+CheckpointId = Annotated[str, Path(description="A checkpoint's id.", max_length=100)]
+router = APIRouter(prefix="/v1", dependencies=[Depends(authorised)], responses=COMMON)
+
+
+# -- environments -------------------------------------------------------------------------------------------------
+
+
+@router.get("/environments", tags=["environments"], summary="What can be opened")
+async def list_environments(s: S) -> t.Environments:
+    return t.Environments(environments=[environment_view(e) for e in await s.environments.all()])
+
+
+@router.get("/environments/{name}", tags=["environments"], summary="One environment, by name or name@hash")
+async def show_environment(s: S, name: str) -> t.Environment:
+    return environment_view(await s.environments.find(name))
+
+
+@router.post("/environments", tags=["environments"], summary="Load an environment from a folder", status_code=201)
+async def load_environment(s: S, body: t.LoadEnvironment) -> t.Environment:
+    """Idempotent: the same content is the same version. All of it is loaded, or nothing."""
+    from pathlib import Path as FilePath
+
+    return environment_view(await s.environments.load(FilePath(body.path)))
+
+
+# -- rollouts -----------------------------------------------------------------------------------------------------
+
+
+@router.post("/rollouts", tags=["rollouts"], summary="Open rollouts", status_code=201)
+async def open_rollouts(s: S, request: Request, body: t.OpenRollouts) -> t.Rollouts:
+    """Each one has a URL for any MCP client, and a state of its own that starts as the environment's."""
+    rows = await s.rollouts.open(
+        body.environment, count=body.count, group=body.group, ttl_s=body.ttl_s, seed=body.seed, labels=body.labels
+    )
+    return t.Rollouts(rollouts=[rollout_view(row, s, request) for row in rows])
+
+
+@router.get("/rollouts", tags=["rollouts"], summary="List rollouts, oldest first")
+async def list_rollouts(
+    s: S,
+    request: Request,
+    group: str | None = None,
+    status: t.RolloutStatus | None = None,
+    environment: Annotated[str | None, Query(description="Name or name@hash.")] = None,
+    cursor: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+) -> t.Rollouts:
+    created, last = read_cursor(cursor)
+    rows = await s.store.rows(sql.ROLLOUTS, group, status, environment, created, last, limit + 1)
+    page = rows[:limit]
+    return t.Rollouts(
+        rollouts=[rollout_view(row, s, request) for row in page],
+        next_cursor=cursor_of(page[-1]) if len(rows) > limit else None,
+    )
+
+
+@router.get("/rollouts/{rollout}", tags=["rollouts"], summary="Show a rollout")
+async def show_rollout(s: S, request: Request, rollout: RolloutId) -> t.Rollout:
+    return rollout_view(await s.rollouts.get(rollout), s, request)
+
+
+@router.delete("/rollouts/{rollout}", tags=["rollouts"], summary="Release a rollout", status_code=204)
+async def close_rollout(s: S, rollout: RolloutId) -> None:
+    """Idempotent. Calls still in flight end in an error; its checkpoints live on until their own leases end."""
+    await s.rollouts.close(rollout)
+
+
+@router.post("/rollouts/{rollout}/renew", tags=["rollouts"], summary="Extend a rollout's lease")
+async def renew_rollout(s: S, request: Request, rollout: RolloutId, body: t.Renew | None = None) -> t.Rollout:
+    return rollout_view(await s.rollouts.renew(rollout, body.ttl_s if body else None), s, request)
+
+
+@router.post("/rollouts/{rollout}/rollback", tags=["rollouts"], summary="Move a rollout back to its own checkpoint")
+async def roll_back(s: S, request: Request, rollout: RolloutId, body: t.Rollback) -> t.Rollout:
+    """Exact: rows, counters, clock and random position. The journal keeps what was rolled back."""
+    return rollout_view(await s.rollouts.roll_back(rollout, body.checkpoint), s, request)
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------
+
+
+@router.post("/rollouts/{rollout}/checkpoints", tags=["checkpoints"], summary="Checkpoint a rollout", status_code=201)
+async def make_checkpoint(s: S, rollout: RolloutId, body: t.MakeCheckpoint | None = None) -> t.Checkpoint:
+    """Waits for running calls; sees none half done."""
+    body = body or t.MakeCheckpoint()
+    row = await s.rollouts.make_checkpoint(rollout, label=body.label, turn=body.turn, ttl_s=body.ttl_s)
+    return checkpoint_view(row)
+
+
+@router.get("/rollouts/{rollout}/checkpoints", tags=["checkpoints"], summary="A rollout's own checkpoints")
+async def list_checkpoints(s: S, rollout: RolloutId) -> t.Checkpoints:
+    return t.Checkpoints(checkpoints=[checkpoint_view(row) for row in await s.rollouts.checkpoints(rollout)])
+
+
+@router.get("/checkpoints/{checkpoint}", tags=["checkpoints"], summary="Show a checkpoint")
+async def show_checkpoint(s: S, checkpoint: CheckpointId) -> t.Checkpoint:
+    return checkpoint_view(await s.rollouts.checkpoint(checkpoint))
+
+
+@router.delete("/checkpoints/{checkpoint}", tags=["checkpoints"], summary="Release a checkpoint", status_code=204)
+async def release_checkpoint(s: S, checkpoint: CheckpointId) -> None:
+    """Idempotent. Rollouts and checkpoints that stand on it are not touched."""
+    await s.rollouts.release_checkpoint(checkpoint)
+
+
+@router.post("/checkpoints/{checkpoint}/renew", tags=["checkpoints"], summary="Extend a checkpoint's lease")
+async def renew_checkpoint(s: S, checkpoint: CheckpointId, body: t.Renew | None = None) -> t.Checkpoint:
+    return checkpoint_view(await s.rollouts.renew_checkpoint(checkpoint, body.ttl_s if body else None))
+
+
+@router.post("/checkpoints/{checkpoint}/pin", tags=["checkpoints"], summary="Hold a checkpoint under a name")
+async def pin_checkpoint(s: S, checkpoint: CheckpointId, body: t.Pin) -> t.Checkpoint:
+    return checkpoint_view(await s.rollouts.pin(checkpoint, body.owner, body.ttl_s))
+
+
+@router.delete("/checkpoints/{checkpoint}/pin/{owner}", tags=["checkpoints"], summary="Let go of a pin", status_code=204)
+async def unpin_checkpoint(s: S, checkpoint: CheckpointId, owner: str) -> None:
+    await s.rollouts.unpin(checkpoint, owner)
+
+
+@router.post("/checkpoints/{checkpoint}/fork", tags=["checkpoints"], summary="Fork rollouts from a checkpoint", status_code=201)
+async def fork(s: S, request: Request, checkpoint: CheckpointId, body: t.Fork | None = None) -> t.Rollouts:
+    """New rollouts that start from this point and share nothing that either may change."""
+    body = body or t.Fork()
+    rows = await s.rollouts.fork(
+        checkpoint, count=body.count, group=body.group, ttl_s=body.ttl_s, seed=body.seed, labels=body.labels
+    )
+    return t.Rollouts(rollouts=[rollout_view(row, s, request) for row in rows])
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+Where = Annotated[str, Query(description="A checkpoint id, `base` or `head`.", max_length=100)]
+
+
+@router.get("/rollouts/{rollout}/diff", tags=["state"], summary="What differs between two points")
+async def diff(
+    s: S,
+    rollout: RolloutId,
+    start: Annotated[str, Query(alias="from", description="A checkpoint id, `base` or `head`.")] = "base",
+    to: Where = "head",
+) -> t.Diff:
+    servers = {
+        name: t.ServerDiff(
+            kind=server.config.state.kind,
+            tables={
+                table: t.TableDiff(added=d.added, removed=d.removed, changed=d.changed, truncated=d.truncated)
+                for table, d in tables.items()
+            },
+        )
+        for name, (server, tables) in (await s.rollouts.diff(rollout, start, to)).items()
+        if tables
+    }
+    return t.Diff.model_validate({"rollout": rollout, "from": start, "to": to, "servers": servers})
+
+
+@router.get("/rollouts/{rollout}/digest", tags=["state"], summary="Hash of the effective state at a point")
+async def digest(s: S, rollout: RolloutId, at: Where = "head") -> t.Digest:
+    total, servers, counters = await s.rollouts.digest(rollout, at)
+    return t.Digest(rollout=rollout, at=at, digest=total, servers=servers, counters=counters)
+
+
+@router.post("/rollouts/{rollout}/query", tags=["state"], summary="Read-only SQL on a rollout's state")
+async def query(s: S, rollout: RolloutId, body: t.Query) -> Response:
+    """For evaluators: one SELECT, by a role that can read this rollout's rows and nothing else."""
+    columns, rows, truncated = await s.queries.run(rollout, body.server, body.sql, body.at)
+    return _json({"columns": columns, "rows": rows, "truncated": truncated})
+
+
+@router.get(
+    "/rollouts/{rollout}/events",
+    tags=["journal"],
+    summary="The journal, the ancestors' part first",
+    responses={200: {"model": t.Events, "content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def events(
+    s: S,
+    rollout: RolloutId,
+    after: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 500,
+    accept: Annotated[str, Header()] = "application/json",
+    last_event_id: Annotated[int | None, Header(ge=0)] = None,
+) -> Response:
+    """JSON by default. With `Accept: text/event-stream`: one event a row, going on until the rollout ends."""
+    await s.rollouts.get(rollout)
+    if "text/event-stream" in accept:
+        stream = _follow(s, rollout, last_event_id if last_event_id is not None else after)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    rows = await s.store.rows(sql.EVENTS, rollout, after, limit + 1)
+    page = rows[:limit]
+    return _json(
+        {"events": [event_document(row) for row in page], "next_after": page[-1]["seq"] if len(rows) > limit else None}
+    )
+
+
+async def _follow(s: Services, rollout: str, after: int) -> AsyncIterator[bytes]:
+    quiet = 0.0
+    while not s.stopping.is_set():
+        rows = await s.store.rows(sql.EVENTS, rollout, after, 100)
+        for row in rows:
+            after = row["seq"]
+            yield b"id: %d\nevent: %b\ndata: %b\n\n" % (after, row["kind"].encode(), msgspec.json.encode(event_document(row)))
+        if rows:
+            quiet = 0.0
+            continue
+        if (await s.rollouts.get(rollout))["status"] != t.RolloutStatus.OPEN:
+            return
+        quiet += POLL_S
+        if quiet >= 15:
+            quiet = 0.0
+            yield b": still here\n\n"
+        await asyncio.sleep(POLL_S)
+
+
+@router.post("/rollouts/{rollout}/scores", tags=["journal"], summary="Keep a reward or advantage", status_code=201)
+async def score(s: S, rollout: RolloutId, body: t.Score) -> t.Event:
+    seq = await s.rollouts.score(rollout, body.model_dump(exclude_none=True))
+    rows = await s.store.rows(sql.EVENTS, rollout, seq - 1, 1)
+    return t.Event.model_validate(event_document(rows[0]))
+
+
+# -- the agent's view ---------------------------------------------------------------------------------------------
+
+
+@router.get("/rollouts/{rollout}/tools", tags=["tools"], summary="The tools as the agent sees them", response_model=t.Tools)
+async def tools(s: S, rollout: RolloutId) -> Response:
+    return Response(b'{"tools":[%b]}' % b",".join(await s.dataplane.tools(rollout)), media_type="application/json")
+
+
+@router.post("/rollouts/{rollout}/call", tags=["tools"], summary="Call a tool as the agent would", response_model=dict[str, Any])
+async def call(s: S, rollout: RolloutId, body: t.Call) -> Response:
+    """The same path as MCP's `tools/call`; the answer is MCP's `CallToolResult`."""
+    arguments = msgspec.json.encode(body.arguments)
+    result = await s.dataplane.call(rollout, body.tool, arguments, idempotency_key=body.idempotency_key)
+    return Response(result, media_type="application/json")
+
+
+# -- shapes and errors --------------------------------------------------------------------------------------------
+
+
+def environment_view(loaded: LoadedEnvironment) -> t.Environment:
+    """An environment as the wire shows it."""
+    return t.Environment(
+        name=loaded.name,
+        hash=loaded.hash,
+        clock=loaded.clock,
+        seed=loaded.seed,
+        loaded_at=loaded.loaded_at,
+        servers=[
+            t.EnvironmentServer(
+                name=server.name,
+                kind=server.config.state.kind,
+                tables=[table.name for table in server.schema.tables] if server.schema else [],
+            )
+            for server in loaded.servers
+        ],
+    )
+
+
+def rollout_view(row: asyncpg.Record, s: Services, request: Request) -> t.Rollout:
+    """A rollout as the wire shows it."""
+    public = s.settings.public_url or str(request.base_url)
+    return t.Rollout(
+        url=f"{public.rstrip('/')}/r/{row['id']}/mcp",
+        environment=row["environment_name"],
+        **{
+            name: row[name]
+            for name in (
+                "id group turn depth seq status parent_checkpoint checkpoint seed labels created_at expires_at".split()
+            )
+        },
+    )
+
+
+def checkpoint_view(row: asyncpg.Record) -> t.Checkpoint:
+    """A checkpoint as the wire shows it."""
+    names = "id rollout parent turn depth seq digest label pins created_at expires_at".split()
+    return t.Checkpoint(environment=row["environment_name"], **{name: row[name] for name in names})
+
+
+def event_document(row: asyncpg.Record) -> dict[str, Any]:
+    """A journal row as JSON; a call's arguments and result keep their bytes."""
+    document: dict[str, Any] = {name: row[name] for name in ("rollout", "seq", "kind", "at")}
+    for name in ("server", "tool", "is_error", "state", "data"):
+        if row[name] is not None:
+            document[name] = row[name]
+    if row["duration_ms"] is not None:
+        document["duration_ms"] = float(row["duration_ms"])
+    for name in ("arguments", "result"):
+        if row[name] is not None:
+            document[name] = msgspec.Raw(row[name].encode())
+    return document
+
+
+_encode: Callable[[Any], bytes] = msgspec.json.Encoder(decimal_format="number").encode
+
+
+def _json(document: Any) -> Response:
+    return Response(_encode(document), media_type="application/json")
+
+
+def problem(error: MegaMCPError, request: Request) -> Response:
+    """The error as an RFC 9457 document."""
+    headers = {"Retry-After": f"{max(1, round(error.retry_after))}"} if isinstance(error, NoCapacity) else None
+    if error.status == 503:
+        headers = {"Retry-After": "1"}
+    body = json.dumps(error.problem(request.url.path), default=str).encode()
+    return Response(body, error.status, headers, media_type="application/problem+json")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """One mapping from errors to the wire."""
+
+    @app.exception_handler(MegaMCPError)
+    async def ours(request: Request, error: MegaMCPError) -> Response:
+        return problem(error, request)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        problems = [{"where": ".".join(map(str, e["loc"])), "problem": e["msg"]} for e in error.errors()]
+        told = "; ".join(f"{p['where']}: {p['problem']}" for p in problems)
+        return problem(BadRequest(told, code="invalid_request", problems=problems, hint="See /docs."), request)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 404:
+            return problem(NotFound(f"There is nothing at {request.url.path}.", code="no_such_path", hint="See /docs."), request)
+        known = MegaMCPError(str(error.detail), code="method_not_allowed" if error.status_code == 405 else "http_error")
+        body = json.dumps({**known.problem(request.url.path), "status": error.status_code}).encode()
+        return Response(body, error.status_code, dict(error.headers or {}), media_type="application/problem+json")
+
+    @app.exception_handler(asyncpg.PostgresError)
+    @app.exception_handler(OSError)
+    async def database(request: Request, error: Exception) -> Response:
+        known = translate(error)
+        if known is None:
+            raise error
+        return problem(known, request)

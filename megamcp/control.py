@@ -1,0 +1,272 @@
+"""The data plane's door to the control plane: `dataplane.ports.ControlPort` over PostgreSQL.
+
+A gateway process is an *instance*: one connection of its own that holds an advisory lock (so that others can tell that
+it lives, and that calls whose outcome it owes aren't lost yet) and listens for cancellations from other processes.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import asyncpg
+from sqlalchemy.engine import make_url
+
+from megamcp import store as sql
+from megamcp.dataplane.ports import (
+    ChildTarget,
+    EnvironmentView,
+    Intent,
+    Recorded,
+    RolloutView,
+    ServerView,
+    UrlTarget,
+)
+from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
+from megamcp.errors import Conflict, DeadlineExceeded, Gone, NotFound
+from megamcp.handles import Mode, Signer, fingerprint
+from megamcp.rollouts import Rollouts
+from megamcp.settings import Settings
+from megamcp.store import Store
+
+log = logging.getLogger(__name__)
+
+CANCELLATIONS = "megamcp_cancellations"
+_CANCELLED = b'{"content":[{"type":"text","text":"The call was ended before it was done; nothing was changed."}],"isError":true}'
+
+
+@dataclass(frozen=True, slots=True)
+class _Intent(Intent):
+    rollout: str = ""
+    nonce: uuid.UUID | None = None
+
+
+class Instance:
+    """This process's mark in the database. Comes back by itself, under a new number, after an outage."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._connection: asyncpg.Connection | None = None
+        self._held = asyncio.Event()
+        self.owner = 0
+        self.on_cancel: Callable[[str, str, str], None] | None = None
+
+    async def ready(self) -> None:
+        """Returns once the mark is there."""
+        await self._held.wait()
+
+    async def hold(self) -> None:
+        """Keep the mark until cancelled."""
+        while True:
+            try:
+                lost = asyncio.Event()
+                self._connection = await asyncpg.connect(self._dsn, server_settings={"application_name": "megamcp instance"})
+                self._connection.add_termination_listener(lambda _, lost=lost: lost.set())
+                self.owner = secrets.randbits(62) + 1
+                await self._connection.execute("select pg_advisory_lock($1)", self.owner)
+                await self._connection.add_listener(CANCELLATIONS, self._cancelled)
+                self._held.set()
+                await lost.wait()
+                log.warning("lost the instance connection; making a new one")
+            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+                log.warning("no instance connection: %s", error)
+                await asyncio.sleep(0.2)
+            finally:
+                if self._connection and not self._connection.is_closed():
+                    self._connection.terminate()
+
+    def _cancelled(self, _connection: Any, _pid: int, _channel: str, payload: str) -> None:
+        if self.on_cancel:
+            with contextlib.suppress(ValueError, TypeError):
+                self.on_cancel(*json.loads(payload))
+
+
+class Control:
+    """See `dataplane.ports.ControlPort`; every method's contract is written there."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        environments: Environments,
+        rollouts: Rollouts,
+        signer: Signer,
+        settings: Settings,
+        dsn: str,
+        instance: Instance,
+    ) -> None:
+        self._store = store
+        self._environments = environments
+        self._rollouts = rollouts
+        self._signer = signer
+        self._settings = settings
+        self._dsn = dsn
+        self._instance = instance
+        self._views: dict[int, EnvironmentView] = {}
+
+    async def rollout(self, rollout_id: str) -> RolloutView:
+        row = await self._store.row(sql.ROLLOUT_EPOCH, rollout_id)
+        if row is None:
+            raise NotFound(
+                f"There is no rollout {rollout_id[:80]}.",
+                code="rollout_not_found",
+                hint="Open one with POST /v1/rollouts and use its url.",
+            )
+        if row["status"] != "open":
+            raise Gone(f"Rollout {rollout_id} is {row['status']}.", code=f"rollout_{row['status']}")
+        return RolloutView(rollout_id, row["environment"], row["epoch"])
+
+    async def environment(self, environment_id: int) -> EnvironmentView:
+        if view := self._views.get(environment_id):
+            return view
+        loaded = await self._environments.by_id(environment_id)
+        return self._views.setdefault(environment_id, self._view(loaded))
+
+    async def environment_named(self, name: str) -> EnvironmentView:
+        return await self.environment((await self._environments.find(name)).id)
+
+    def _view(self, loaded: LoadedEnvironment) -> EnvironmentView:
+        return EnvironmentView(
+            id=loaded.id,
+            name=loaded.name,
+            version=loaded.hash,
+            servers=tuple(self._server_view(loaded, server) for server in loaded.servers),
+        )
+
+    def _server_view(self, loaded: LoadedEnvironment, server: LoadedServer) -> ServerView:
+        config = server.config
+        if config.url:
+            return ServerView(server.name, UrlTarget(config.url, config.headers), exactly_once=False)
+        assert config.entry is not None
+        environ: dict[str, str] = {"MEGAMCP_TOOL_POOL": str(self._settings.tool_connections), **config.env}
+        if server.schema:
+            environ["MEGAMCP_TOOL_DSN"] = role_dsn(self._dsn, server.schema.tool_role, self._signer.password("tool"))
+        target = ChildTarget.sdk(config.entry, _with_path(environ, loaded), cwd=str(loaded.folder))
+        return ServerView(server.name, target, exactly_once=server.schema is not None)
+
+    async def open_for_session(self, environment: str, *, key: str | None) -> str:
+        if key is None:
+            rows = await self._rollouts.open(environment)
+            return str(rows[0]["id"])
+        loaded = await self._environments.find(environment)
+        group = "key:" + hashlib.sha256(key.encode()).hexdigest()[:32]
+        async with self._store.transaction() as connection:
+            await connection.execute("select pg_advisory_xact_lock(hashtextextended($1, 7727))", f"{loaded.id} {group}")
+            found = await connection.fetchval(sql.ROLLOUT_OF_KEY, group, loaded.id)
+            if found:
+                return str(found)
+            rows = await self._rollouts.open(loaded.full_name, group=group)
+            return str(rows[0]["id"])
+
+    async def session_ended(self, rollout_id: str) -> None:
+        await self._rollouts.close(rollout_id)
+
+    def mint(
+        self,
+        rollout: RolloutView,
+        server: str,
+        *,
+        tool: str,
+        arguments: bytes,
+        writable: bool,
+        idempotency_key: str | None,
+        deadline: float,
+    ) -> str:
+        return self._signer.mint(
+            rollout=rollout.id,
+            server=server,
+            epoch=rollout.epoch,
+            mode=Mode.WRITE if writable else Mode.READ,
+            deadline=deadline,
+            idempotency_key=idempotency_key,
+            request=fingerprint(server, tool, arguments),
+        )
+
+    async def end_call(
+        self, rollout: RolloutView, handle: str, *, tool: str, arguments: bytes, error: bytes | None
+    ) -> Recorded | None:
+        nonce = uuid.UUID(handle.split(".")[5])
+        # The backend ends before the lock is asked for: what it had not committed is gone by then.
+        await self._store.value(sql.END_CALL, nonce)
+        row = await self._store.row(
+            sql.CALL_FAIL, handle, tool, arguments.decode(), (_CANCELLED if error is None else error).decode()
+        )
+        if row is None or not row["recorded"] or row["result"] is None:
+            return None
+        return Recorded(row["result"].encode(), row["is_error"])
+
+    async def call_intent(
+        self, rollout: RolloutView, server: str, *, tool: str, arguments: bytes, idempotency_key: str | None
+    ) -> Intent:
+        nonce = uuid.uuid4()
+        give_up = time.monotonic() + self._settings.call_timeout_s
+        request = fingerprint(server, tool, arguments)
+        while True:
+            left = give_up - time.monotonic()
+            row = await self._store.row(
+                sql.CALL_INTENT,
+                rollout.id,
+                server,
+                tool,
+                arguments.decode(),
+                nonce,
+                idempotency_key,
+                request,
+                self._instance.owner,
+                max(1, int(left * 1000)),
+            )
+            assert row is not None
+            match row["found_state"]:
+                case None:
+                    return _Intent(row["seq"], None, rollout.id, nonce)
+                case "done" if row["result"] is not None:
+                    return _Intent(row["seq"], Recorded(row["result"].encode(), row["is_error"]), rollout.id)
+                case "running":
+                    await self._store.value(sql.LOSE_INTENTS)
+                    if left <= 0:
+                        raise DeadlineExceeded(
+                            "The first call with this idempotency key is still running.", code="deadline_exceeded"
+                        )
+                    await asyncio.sleep(0.05)
+                case _:
+                    raise Conflict(
+                        "The first call with this idempotency key was cut off: whether it took effect is unknown, so it"
+                        " is not run again.",
+                        code="outcome_unknown",
+                        hint="Look at the tool's state, then call again with a new key.",
+                    )
+
+    async def call_outcome(self, intent: Intent, result: bytes, is_error: bool) -> int:
+        assert isinstance(intent, _Intent)
+        current = await self._store.value(
+            sql.CALL_OUTCOME, intent.rollout, intent.id, intent.nonce, result.decode(), is_error
+        )
+        if not current:
+            raise Conflict("The rollout was rolled back while this call ran.", code="rolled_back")
+        return intent.id
+
+    async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:
+        await self._store.value("select pg_notify($1, $2)", CANCELLATIONS, json.dumps([rollout_id, session, request_id]))
+
+
+def role_dsn(dsn: str, role: str, password: str) -> str:
+    """The same database for another login."""
+    url = make_url(dsn).set(drivername="postgresql", username=role, password=password)
+    return url.render_as_string(hide_password=False)
+
+
+def _with_path(environ: Mapping[str, str], loaded: LoadedEnvironment) -> dict[str, str]:
+    """An environment's own modules are found in its folder."""
+    import os
+
+    known = os.environ.get("PYTHONPATH")
+    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(loaded.folder), known)))}
+
+

@@ -1,0 +1,337 @@
+"""Environments: read `environment.toml` (or `mcp.json`), name the version by content, load it once.
+
+A version is its definition and the text of its files; loading the same content again costs a query. This module owns
+what an environment *is*. The state of its servers is loaded by `megamcp.state`, its processes are run by the data plane.
+"""
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import asyncpg
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from megamcp import state
+from megamcp.errors import NotFound, Unprocessable
+from megamcp.handles import Signer
+from megamcp.store import ENVIRONMENT, Store
+
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
+Progress = Callable[[str, int, int], None]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SchemaConfig(_Config):
+    """State in a copy-on-write PostgreSQL schema. Paths are relative to the environment's folder."""
+
+    kind: Literal["schema"]
+    schema_file: str = Field("schema.sql", alias="schema")
+    seed: list[str] = Field(default_factory=list)
+
+
+class NoneConfig(_Config):
+    """No state of its own: calls pass through."""
+
+    kind: Literal["none"] = "none"
+
+
+class PlannedConfig(BaseModel):
+    """Kinds that have a name but no backend in this version; refused at load."""
+
+    kind: Literal["database", "document", "process"]
+
+
+StateConfig = Annotated[SchemaConfig | NoneConfig | PlannedConfig, Field(discriminator="kind")]
+
+
+class ServerConfig(_Config):
+    """One tool server: our child (`entry`), or one that runs elsewhere (`url`)."""
+
+    entry: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    url: str | None = Field(None, pattern=r"^https?://")
+    headers: dict[str, str] = Field(default_factory=dict)
+    command: str | None = None
+    args: list[str] = Field(default_factory=list)
+    env: dict[str, str] = Field(default_factory=dict)
+    state: StateConfig = Field(default_factory=NoneConfig)
+
+    @model_validator(mode="after")
+    def _one_way_to_reach_it(self) -> "ServerConfig":
+        ways = [name for name in ("entry", "url", "command") if getattr(self, name)]
+        if len(ways) != 1:
+            raise ValueError("give exactly one of entry, url or command")
+        if isinstance(self.state, SchemaConfig) and not self.entry:
+            raise ValueError("state of kind schema needs entry: only a server on megamcp.sdk can use it")
+        return self
+
+
+class EnvironmentConfig(_Config):
+    """`environment.toml`."""
+
+    name: str = Field(pattern=NAME.pattern)
+    clock: AwareDatetime = Field(
+        default_factory=lambda: datetime.fromisoformat("2026-01-01T00:00:00+00:00"), description="What now() says."
+    )
+    seed: int = Field(0, ge=-(2**63), lt=2**63)
+    servers: dict[str, ServerConfig] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _server_names(self) -> "EnvironmentConfig":
+        for name in self.servers:
+            if not NAME.match(name) or "__" in name:
+                raise ValueError(f"server name {name!r}: letters, digits, - and _ only, no double underscore")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An environment as found on disk."""
+
+    folder: Path
+    config: EnvironmentConfig
+    files: dict[str, str]
+    """Text of each schema and seed file, by its path in the folder."""
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedServer:
+    """A server of a loaded environment."""
+
+    name: str
+    config: ServerConfig
+    schema: state.SchemaState | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEnvironment:
+    """A version of an environment in this database. Never changes once loaded."""
+
+    id: int
+    name: str
+    hash: str
+    folder: Path
+    clock: datetime
+    seed: int
+    loaded_at: datetime
+    servers: tuple[LoadedServer, ...]
+
+    @property
+    def full_name(self) -> str:
+        """name@hash"""
+        return f"{self.name}@{self.hash}"
+
+    def server(self, name: str | None) -> LoadedServer:
+        """The server with SQL state of that name, or the only one. Raises `NotFound`."""
+        able = {server.name: server for server in self.servers if server.schema}
+        if name is None and len(able) == 1:
+            return next(iter(able.values()))
+        if name is None or name not in able:
+            raise NotFound(
+                f"Environment {self.name} has no server {name!r} with SQL state."
+                if name
+                else f"Environment {self.name} has {len(able)} servers with SQL state: name one.",
+                code="server_not_found",
+                hint=f"Servers with SQL state: {', '.join(able) or 'none'}.",
+            )
+        return able[name]
+
+
+def read(path: Path) -> Source:
+    """Read an environment from its folder, its `environment.toml` or an `mcp.json`.
+
+    Raises `Unprocessable` (`invalid_environment`) that names the file and every problem in it.
+    """
+    path = path.expanduser().resolve()
+    file = path / "environment.toml" if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _invalid(file, str(error)) from error
+    try:
+        raw = _from_mcp_json(file, json.loads(text)) if file.suffix == ".json" else tomllib.loads(text)
+        config = EnvironmentConfig.model_validate(raw)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise _invalid(file, str(error)) from error
+    except ValidationError as error:
+        problems = [{"where": ".".join(map(str, e["loc"])), "problem": e["msg"]} for e in error.errors()]
+        told = "; ".join(f"{p['where'] or 'file'}: {p['problem']}" for p in problems)
+        raise _invalid(file, told, problems=problems) from error
+    files = _files(file.parent, config)
+    digest = hashlib.sha256(config.model_dump_json(by_alias=True).encode())
+    for name, content in sorted(files.items()):
+        digest.update(f"\0{name}\0{len(content)}\0{content}".encode())
+    return Source(file.parent, config, files, digest.hexdigest()[:16])
+
+
+def _from_mcp_json(file: Path, raw: Any) -> dict[str, Any]:
+    if not isinstance(raw, dict) or not isinstance(raw.get("mcpServers"), dict):
+        raise _invalid(file, "there is no object mcpServers")
+    name = raw.get("name") or re.sub(r"[^A-Za-z0-9_-]", "-", file.parent.name) or "environment"
+    servers = {
+        key: {field: value[field] for field in ("url", "headers", "command", "args", "env") if field in value}
+        for key, value in raw["mcpServers"].items()
+        if isinstance(value, dict)
+    }
+    return {"name": name, "servers": servers}
+
+
+def _files(folder: Path, config: EnvironmentConfig) -> dict[str, str]:
+    files = {}
+    for name, server in config.servers.items():
+        where = f"servers.{name}"
+        if server.command:
+            raise Unprocessable(
+                f"{where} is started by a command; this version runs servers by entry or url only.",
+                code="unsupported_server",
+                hint="Start the server yourself and give its url.",
+            )
+        match server.state:
+            case PlannedConfig(kind=kind):
+                raise Unprocessable(
+                    f"{where}: state of kind {kind} is not in this version.",
+                    code="unsupported_state",
+                    hint="Use schema or none.",
+                )
+            case SchemaConfig(schema_file=schema, seed=seeds):
+                for relative in (schema, *seeds):
+                    path = (folder / relative).resolve()
+                    if not path.is_relative_to(folder.resolve()):
+                        raise _invalid(path, "lies outside of the environment's folder")
+                    try:
+                        files[relative] = path.read_text(encoding="utf-8")
+                    except (OSError, UnicodeDecodeError) as error:
+                        raise _invalid(path, str(error)) from error
+    return files
+
+
+def _invalid(file: Path, reason: str, **extra: Any) -> Unprocessable:
+    return Unprocessable(
+        f"{file.name}: {reason}", code="invalid_environment", hint="See docs/environments.md for the format.", **extra
+    )
+
+
+class Environments:
+    """Loads and looks up. Versions never change, so what was read once is kept."""
+
+    def __init__(self, store: Store, signer: Signer) -> None:
+        self._store = store
+        self._signer = signer
+        self._by_id: dict[int, LoadedEnvironment] = {}
+
+    async def load(self, path: Path, progress: Progress | None = None) -> LoadedEnvironment:
+        """Load a version, all of it or nothing; a version that is there already is returned as it is."""
+        source = read(path)
+        async with self._store.transaction() as connection:
+            await connection.execute("select pg_advisory_xact_lock(hashtextextended('environment ' || $1, 7726))", source.hash)
+            found = await connection.fetchrow(ENVIRONMENT, source.config.name, source.hash)
+            identifier = found["id"] if found else await self._insert(connection, source, progress)
+            if found:
+                await connection.execute(
+                    "update megamcp.environments set loaded_at = clock_timestamp(), definition = $2 where id = $1",
+                    identifier,
+                    _definition(source),
+                )
+        self._by_id.pop(identifier, None)
+        return await self.by_id(identifier)
+
+    async def _insert(self, connection: asyncpg.Connection, source: Source, progress: Progress | None) -> int:
+        config = source.config
+        identifier: int = await connection.fetchval(
+            "insert into megamcp.environments (name, hash, definition, clock, seed) values ($1, $2, $3, $4, $5) returning id",
+            config.name,
+            source.hash,
+            _definition(source),
+            config.clock,
+            config.seed,
+        )
+        for position, (name, server) in enumerate(config.servers.items()):
+            schema = None
+            if isinstance(server.state, SchemaConfig):
+                schema = await state.load(
+                    connection,
+                    ddl=source.files[server.state.schema_file],
+                    seeds=[source.files[seed] for seed in server.state.seed],
+                    clock=config.clock,
+                    seed=config.seed,
+                    tool_password=self._signer.password("tool"),
+                    query_password=self._signer.password("query"),
+                    progress=progress,
+                )
+                await connection.execute(f'grant megamcp_tools to "{schema.tool_role}"')
+                await connection.execute(f'grant megamcp_queries to "{schema.query_role}"')
+            await connection.execute(
+                "insert into megamcp.servers (environment, name, position, kind, role, query_role, state, descriptor)"
+                " values ($1, $2, $3, $4, $5, $6, $7, $8)",
+                identifier,
+                name,
+                position,
+                server.state.kind,
+                schema and schema.tool_role,
+                schema and schema.query_role,
+                schema and schema.hash,
+                schema and schema.to_json(),
+            )
+        return identifier
+
+    async def find(self, name: str) -> LoadedEnvironment:
+        """By name (its newest version) or name@hash. Raises `NotFound`."""
+        plain, _, version = name.partition("@")
+        row = await self._store.row(ENVIRONMENT, plain, version or None)
+        if row is None:
+            known = await self._store.rows("select distinct name from megamcp.environments order by name")
+            raise NotFound(
+                f"There is no environment {name!r}.",
+                code="environment_not_found",
+                hint=f"Loaded: {', '.join(r['name'] for r in known) or 'none'}. Load one with `megamcp env load`.",
+            )
+        return await self.by_id(row["id"])
+
+    async def by_id(self, identifier: int) -> LoadedEnvironment:
+        """By the database's number. Raises `NotFound`."""
+        if known := self._by_id.get(identifier):
+            return known
+        row = await self._store.row("select * from megamcp.environments where id = $1", identifier)
+        if row is None:
+            raise NotFound(f"There is no environment number {identifier}.", code="environment_not_found")
+        servers = await self._store.rows(
+            "select name, descriptor from megamcp.servers where environment = $1 order by position", identifier
+        )
+        config = EnvironmentConfig.model_validate(row["definition"]["config"])
+        loaded = LoadedEnvironment(
+            id=identifier,
+            name=row["name"],
+            hash=row["hash"],
+            folder=Path(row["definition"]["folder"]),
+            clock=row["clock"],
+            seed=row["seed"],
+            loaded_at=row["loaded_at"],
+            servers=tuple(
+                LoadedServer(
+                    s["name"],
+                    config.servers[s["name"]],
+                    state.SchemaState.from_json(s["descriptor"]) if s["descriptor"] else None,
+                )
+                for s in servers
+            ),
+        )
+        return self._by_id.setdefault(identifier, loaded)
+
+    async def all(self) -> list[LoadedEnvironment]:
+        """Every loaded version, newest first."""
+        rows = await self._store.rows("select id from megamcp.environments order by loaded_at desc, id desc")
+        return [await self.by_id(row["id"]) for row in rows]
+
+
+def _definition(source: Source) -> dict[str, Any]:
+    adapter = TypeAdapter(EnvironmentConfig)
+    return {"folder": str(source.folder), "config": adapter.dump_python(source.config, mode="json", by_alias=True)}

@@ -1,0 +1,86 @@
+"""Ends what has outlived its lease, and frees what nothing stands on.
+
+Every gateway process runs it; each step takes its own advisory lock for one transaction, so two never do the same
+step at once, and each step does a bounded piece of work. A checkpoint that is being forked is locked by the fork and
+skipped here; a checkpoint under a live rollout or another checkpoint keeps its row until those are gone.
+"""
+
+import asyncio
+import logging
+from datetime import timedelta
+
+from megamcp import state, store as sql
+from megamcp.environments import Environments
+from megamcp.errors import MegaMCPError
+from megamcp.rollouts import Rollouts
+from megamcp.settings import Settings
+from megamcp.store import Store
+
+log = logging.getLogger(__name__)
+
+BATCH = 500
+
+
+class Reaper:
+    """Runs `once` every `reap_interval_s` until cancelled."""
+
+    def __init__(self, store: Store, environments: Environments, rollouts: Rollouts, settings: Settings) -> None:
+        self._store = store
+        self._environments = environments
+        self._rollouts = rollouts
+        self._settings = settings
+
+    async def run(self) -> None:
+        """An outage of the database stops nothing: the next round tries again."""
+        while True:
+            try:
+                await self.once()
+            except MegaMCPError as error:
+                log.warning("reaper: %s", error)
+            except Exception:
+                log.exception("reaper")
+            await asyncio.sleep(self._settings.reap_interval_s)
+
+    async def once(self) -> dict[str, int]:
+        """One round; gives what was done, by step."""
+        self._rollouts.open_count = await self._store.value(sql.COUNT_OPEN)
+        done = {"rollouts": await self._end_rollouts()}
+        steps = {
+            "intents": (sql.LOSE_INTENTS,),
+            "leases": (sql.RELEASE_EXPIRED_CHECKPOINTS, BATCH),
+            "checkpoints": (sql.COLLECT_CHECKPOINTS, BATCH),
+            "journals": (sql.DROP_JOURNALS, timedelta(days=self._settings.journal_days), BATCH),
+            "blobs": (sql.DROP_BLOBS, self._settings.blob_bytes),
+        }
+        for name, (query, *arguments) in steps.items():
+            done[name] = await self._step(name, query, arguments)
+        done["layers"] = await self._discard_layers()
+        return done
+
+    async def _end_rollouts(self) -> int:
+        expired = await self._store.rows(sql.EXPIRED_ROLLOUTS, BATCH)
+        return sum([await self._rollouts.close(row["id"], "expired") for row in expired])
+
+    async def _step(self, name: str, query: str, arguments: list[object]) -> int:
+        async with self._store.transaction() as connection:
+            if not await connection.fetchval("select pg_try_advisory_xact_lock(hashtextextended($1, 7728))", name):
+                return 0
+            if name == "checkpoints":
+                return int(await connection.fetchval(query, *arguments))
+            return int((await connection.execute(query, *arguments)).rsplit(" ", 1)[-1])
+
+    async def _discard_layers(self) -> int:
+        async with self._store.transaction() as connection:
+            if not await connection.fetchval("select pg_try_advisory_xact_lock(hashtextextended('layers', 7728))"):
+                return 0
+            dead: dict[int, list[int]] = {}
+            for row in await connection.fetch(sql.DEAD_LAYERS, BATCH):
+                dead.setdefault(row["environment"], []).append(row["layer"])
+            for environment, layers in dead.items():
+                for server in (await self._environments.by_id(environment)).servers:
+                    if server.schema:
+                        await state.discard(connection, server.schema, layers)
+                await connection.execute(sql.FORGET_LAYERS, layers)
+            return sum(map(len, dead.values()))
+
+

@@ -1,0 +1,417 @@
+"""The life of rollouts and checkpoints: the only writer of lifecycle.
+
+Everything that moves a rollout holds its lock exclusively, in the transaction that publishes the move, so a
+checkpoint sees no call half done. A fork needs no lock: it only reads a checkpoint, which never changes. Operations
+wait for running calls; when the wait is over they end those calls' backends and go on. Nothing here is kept in
+memory, so any number of gateway processes may do this at once.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import asyncpg
+
+from megamcp import state, store as sql
+from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
+from megamcp.errors import BadRequest, Conflict, DeadlineExceeded, Gone, NoCapacity, NotFound
+from megamcp.handles import new_id
+from megamcp.settings import Settings
+from megamcp.store import Store, seconds
+from megamcp.types import SeedChoice
+
+log = logging.getLogger(__name__)
+
+BASE = "base"
+HEAD = "head"
+_MASK = (1 << 128) - 1
+_END_TRIES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A place in a rollout's history that can be read: `base`, `head` or a checkpoint."""
+
+    name: str
+    chain: tuple[int, ...]
+    head: int | None
+    """The layer that is still being written; None for a point that can't change."""
+    sums: dict[str, str]
+    """Server -> sum of the state at the last checkpoint up to here, hex."""
+
+
+class Rollouts:
+    """Open, checkpoint, fork, roll back, release; and what a reader asks of a point."""
+
+    def __init__(self, store: Store, environments: Environments, settings: Settings) -> None:
+        self._store = store
+        self._environments = environments
+        self._settings = settings
+        self.open_count = 0
+        """Open rollouts in the database as the reaper last counted them, plus those made here since."""
+
+    # -- opening and forking ------------------------------------------------------------------------------------
+
+    async def open(
+        self,
+        environment: str,
+        *,
+        count: int = 1,
+        group: str | None = None,
+        ttl_s: float | None = None,
+        seed: int | None = None,
+        labels: dict[str, str] | None = None,
+    ) -> Sequence[asyncpg.Record]:
+        """New rollouts on the environment's first state. Raises `NotFound`, `NoCapacity`, `BadRequest`."""
+        loaded = await self._environments.find(environment)
+        self._admit(count)
+        rows = await self._store.rows(
+            sql.OPEN,
+            [new_id("ro") for _ in range(count)],
+            loaded.id,
+            group or new_id("gr"),
+            loaded.seed if seed is None else seed,
+            labels or {},
+            self._lease(ttl_s, self._settings.rollout_ttl_s),
+        )
+        self.open_count += count
+        return rows
+
+    async def fork(
+        self,
+        checkpoint: str,
+        *,
+        count: int = 1,
+        group: str | None = None,
+        ttl_s: float | None = None,
+        seed: SeedChoice = "inherit",
+        labels: dict[str, str] | None = None,
+    ) -> Sequence[asyncpg.Record]:
+        """New rollouts on a checkpoint: one INSERT. Raises `NotFound`, `Gone`, `NoCapacity`, `BadRequest`."""
+        self._admit(count)
+        seeds: list[int | None]
+        match seed:
+            case "inherit":
+                seeds = [None] * count
+            case "fresh":
+                seeds = [secrets.randbits(63) for _ in range(count)]
+            case int():
+                if not -(2**63) <= seed < 2**63:
+                    raise BadRequest("The seed must fit into 64 bits, signed.", code="invalid_seed")
+                seeds = [seed] * count
+        rows = await self._store.rows(
+            sql.FORK,
+            [new_id("ro") for _ in range(count)],
+            checkpoint,
+            group or new_id("gr"),
+            seeds,
+            labels or {},
+            self._lease(ttl_s, self._settings.rollout_ttl_s),
+        )
+        if not rows:
+            await self.checkpoint(checkpoint)
+            raise Gone(f"Checkpoint {checkpoint} was released.", code="checkpoint_gone")
+        self.open_count += count
+        return rows
+
+    def _admit(self, count: int) -> None:
+        if count > self._settings.max_fork:
+            raise BadRequest(
+                f"One request may make {self._settings.max_fork} rollouts; {count} were asked for.",
+                code="count_too_large",
+                hint="Ask several times with the same group, or raise MEGAMCP_MAX_FORK.",
+            )
+        if self.open_count + count > self._settings.max_rollouts:
+            raise NoCapacity(
+                f"{self.open_count} rollouts are open, the limit is {self._settings.max_rollouts}.",
+                code="too_many_rollouts",
+                retry_after=self._settings.reap_interval_s,
+                hint="Release rollouts that are done (DELETE /v1/rollouts/{id}), or raise MEGAMCP_MAX_ROLLOUTS.",
+            )
+
+    def _lease(self, ttl_s: float | None, default: float) -> Any:
+        if ttl_s is not None and ttl_s > self._settings.max_ttl_s:
+            raise BadRequest(
+                f"A lease may last {self._settings.max_ttl_s:g} s at most.",
+                code="ttl_too_long",
+                hint="Renew it before it ends, or raise MEGAMCP_MAX_TTL_S.",
+            )
+        return seconds(default if ttl_s is None else ttl_s)
+
+    # -- looking up ---------------------------------------------------------------------------------------------
+
+    async def get(self, rollout: str) -> asyncpg.Record:
+        """A rollout, open or not. Raises `NotFound`."""
+        row = await self._store.row(sql.ROLLOUT_BY_ID, rollout)
+        if row is None:
+            raise NotFound(
+                f"There is no rollout {rollout}.",
+                code="rollout_not_found",
+                hint="Open one with POST /v1/rollouts; ended ones are forgotten after a while.",
+            )
+        return row
+
+    async def get_open(self, rollout: str) -> asyncpg.Record:
+        """A rollout that takes calls. Raises `NotFound`, `Gone`."""
+        row = await self.get(rollout)
+        demand_open(row)
+        return row
+
+    async def checkpoint(self, checkpoint: str) -> asyncpg.Record:
+        """A live checkpoint. Raises `NotFound`, `Gone`."""
+        row = await self._store.row(sql.CHECKPOINT_BY_ID, checkpoint)
+        if row is None:
+            raise NotFound(f"There is no checkpoint {checkpoint}.", code="checkpoint_not_found")
+        if not row["alive"]:
+            raise Gone(
+                f"Checkpoint {checkpoint} was released or its lease ended.",
+                code="checkpoint_gone",
+                hint="Renew or pin checkpoints that you want to come back to.",
+            )
+        return row
+
+    # -- moving one rollout -------------------------------------------------------------------------------------
+
+    async def make_checkpoint(
+        self, rollout: str, *, label: str | None = None, turn: int | None = None, ttl_s: float | None = None
+    ) -> asyncpg.Record:
+        """Freeze the head. Waits for running calls up to `quiesce_timeout_s`, then ends them."""
+        lease = self._lease(ttl_s, self._settings.checkpoint_ttl_s)
+        async with self._alone(rollout, self._settings.quiesce_timeout_s) as (connection, row):
+            environment = await self._environments.by_id(row["environment"])
+            chain, head = list(row["chain"]), row["layer"]
+            sums, written = dict(row["sums"]), False
+            if row["dirty"]:
+                for server in environment.servers:
+                    if server.schema:
+                        frozen = await state.freeze(connection, server.schema, chain, head)
+                        sums[server.name] = _add(sums.get(server.name), frozen.digest)
+                        written = written or frozen.rows > 0
+            return await connection.fetchrow(
+                sql.PUBLISH_CHECKPOINT,
+                rollout,
+                new_id("cp"),
+                turn,
+                [*chain, head] if written else chain,
+                head if written else None,
+                sums,
+                digest_of(environment, sums),
+                label,
+                lease,
+            )
+
+    async def roll_back(self, rollout: str, checkpoint: str) -> asyncpg.Record:
+        """Move the head to a checkpoint of its own line. Calls still in flight end in an error."""
+        target = await self.checkpoint(checkpoint)
+        async with self._alone(rollout, self._settings.rollback_grace_s) as (connection, row):
+            if target["rollout"] != rollout and target["id"] != row["parent_checkpoint"]:
+                raise Conflict(
+                    f"Checkpoint {checkpoint} belongs to rollout {target['rollout']}.",
+                    code="foreign_checkpoint",
+                    hint="Fork it instead (POST /v1/checkpoints/{id}/fork): that gives a new rollout at this point.",
+                )
+            if not await connection.fetchval(sql.MOVE_BACK, rollout, checkpoint):
+                raise Gone(f"Checkpoint {checkpoint} was released.", code="checkpoint_gone")
+            return await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
+
+    async def close(self, rollout: str, status: str = "closed") -> bool:
+        """Release a rollout; True if it was open. Releasing twice, or one that isn't there, is no error."""
+        try:
+            async with self._alone(rollout, self._settings.rollback_grace_s) as (connection, _):
+                ended = bool(await connection.fetchval(sql.END_ROLLOUT, rollout, status))
+        except (NotFound, Gone):
+            return False
+        self.open_count = max(0, self.open_count - ended)
+        return ended
+
+    async def renew(self, rollout: str, ttl_s: float | None) -> asyncpg.Record:
+        """A longer lease, counted from now."""
+        lease = self._lease(ttl_s, self._settings.rollout_ttl_s)
+        if await self._store.value(sql.RENEW_ROLLOUT, rollout, lease) is None:
+            demand_open(await self.get(rollout))
+        return await self.get(rollout)
+
+    async def score(self, rollout: str, score: dict[str, Any]) -> int:
+        """Keep a score beside the journal; gives its row number. Ended rollouts take scores too."""
+        async with self._store.transaction() as connection:
+            await connection.execute("select pg_advisory_xact_lock(megamcp.lock_key($1))", rollout)
+            seq: int | None = await connection.fetchval(sql.SCORE, rollout, score)
+        if seq is None:
+            await self.get(rollout)
+            raise Conflict("The score was not kept.", code="score_not_kept")
+        return seq
+
+    @asynccontextmanager
+    async def _alone(
+        self, rollout: str, patience_s: float
+    ) -> AsyncIterator[tuple[asyncpg.Connection, asyncpg.Record]]:
+        """The open rollout, locked against calls and other moves until the transaction ends."""
+        for attempt in range(_END_TRIES):
+            wait = max(patience_s, 0.001) if attempt == 0 else 0.05
+            async with self._store.connection() as connection:
+                transaction = connection.transaction()
+                await transaction.start()
+                try:
+                    await connection.execute(f"set local lock_timeout = {int(wait * 1000)}")
+                    await connection.execute("select pg_advisory_xact_lock(megamcp.lock_key($1))", rollout)
+                except asyncpg.LockNotAvailableError:
+                    await transaction.rollback()
+                    ended = await self._end_calls(connection, rollout)
+                    log.info("ended %d calls of %s that were in the way", ended, rollout)
+                    continue
+                except BaseException:
+                    await transaction.rollback()
+                    raise
+                try:
+                    await connection.execute("set local lock_timeout = 0")
+                    row = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
+                    if row is None:
+                        raise NotFound(f"There is no rollout {rollout}.", code="rollout_not_found")
+                    demand_open(row)
+                    yield connection, row
+                except BaseException:
+                    await transaction.rollback()
+                    raise
+                await transaction.commit()
+                return
+        raise DeadlineExceeded(
+            f"Rollout {rollout} could not be brought to rest.", code="rollout_busy", hint="Try again."
+        )
+
+    async def _end_calls(self, connection: asyncpg.Connection, rollout: str) -> int:
+        key = await connection.fetchval("select megamcp.lock_key($1)", rollout)
+        ended: int = await connection.fetchval(sql.END_HOLDERS, key)
+        await asyncio.sleep(0.005)
+        return ended
+
+    # -- checkpoints' leases ------------------------------------------------------------------------------------
+
+    async def checkpoints(self, rollout: str) -> Sequence[asyncpg.Record]:
+        """A rollout's own live checkpoints, oldest first."""
+        await self.get(rollout)
+        return await self._store.rows(sql.CHECKPOINTS, rollout)
+
+    async def renew_checkpoint(self, checkpoint: str, ttl_s: float | None) -> asyncpg.Record:
+        """A longer lease, counted from now."""
+        lease = self._lease(ttl_s, self._settings.checkpoint_ttl_s)
+        await self._store.value(sql.RENEW_CHECKPOINT, checkpoint, lease)
+        return await self.checkpoint(checkpoint)
+
+    async def release_checkpoint(self, checkpoint: str) -> None:
+        """End a checkpoint's lease now. Idempotent; raises `Conflict` while somebody pins it."""
+        if await self._store.value(sql.RELEASE_CHECKPOINT, checkpoint) is None:
+            row = await self._store.row(sql.CHECKPOINT_BY_ID, checkpoint)
+            if row is not None and row["pins"]:
+                raise Conflict(
+                    f"Checkpoint {checkpoint} is pinned by {', '.join(row['pins'])}.",
+                    code="checkpoint_pinned",
+                    hint="DELETE /v1/checkpoints/{id}/pin/{owner} first.",
+                )
+
+    async def pin(self, checkpoint: str, owner: str, ttl_s: float | None) -> asyncpg.Record:
+        """Hold a checkpoint under a name. Pinning again renews."""
+        await self._store.value(sql.PIN, checkpoint, owner, self._lease(ttl_s, self._settings.checkpoint_ttl_s))
+        return await self.checkpoint(checkpoint)
+
+    async def unpin(self, checkpoint: str, owner: str) -> None:
+        """Let go of a pin. Idempotent."""
+        async with self._store.connection() as connection:
+            await connection.execute(sql.UNPIN, checkpoint, owner)
+
+    # -- reading points -----------------------------------------------------------------------------------------
+
+    async def point(self, rollout: asyncpg.Record, name: str) -> Point:
+        """Resolve `base`, `head` or a checkpoint id on the rollout's line. Raises `NotFound`, `Gone`, `Conflict`."""
+        if name == BASE:
+            return Point(BASE, (), None, {})
+        if name == HEAD:
+            demand_open(rollout)
+            return Point(HEAD, (*rollout["chain"], rollout["layer"]), rollout["layer"], dict(rollout["sums"]))
+        row = await self.checkpoint(name)
+        if row["environment"] != rollout["environment"]:
+            raise Conflict(
+                f"Checkpoint {name} is of environment {row['environment_name']}.",
+                code="foreign_checkpoint",
+                hint="Only points of the same environment version can be compared.",
+            )
+        return Point(name, tuple(row["chain"]), None, dict(row["sums"]))
+
+    async def diff(self, rollout: str, start: str, end: str) -> dict[str, tuple[LoadedServer, dict[str, Any]]]:
+        """Row changes from one point to another, per server that has SQL state."""
+        row = await self.get(rollout)
+        environment = await self._environments.by_id(row["environment"])
+        async with self._reading(rollout) as connection:
+            row = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
+            a, b = await self.point(row, start), await self.point(row, end)
+            return {
+                server.name: (
+                    server,
+                    await state.diff(connection, server.schema, a.chain, b.chain, limit=self._settings.diff_rows),
+                )
+                for server in environment.servers
+                if server.schema
+            }
+
+    async def digest(self, rollout: str, at: str) -> tuple[str, dict[str, str | None], dict[str, dict[str, int]]]:
+        """The digest at a point, its part per server, and the counters that it leaves out."""
+        row = await self.get(rollout)
+        environment = await self._environments.by_id(row["environment"])
+        async with self._reading(rollout) as connection:
+            row = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
+            point = await self.point(row, at)
+            sums, counters = dict(point.sums), {}
+            for server in environment.servers:
+                if not server.schema:
+                    continue
+                if point.head is not None and row["dirty"]:
+                    frozen = await state.freeze(connection, server.schema, point.chain[:-1], point.head)
+                    sums[server.name] = _add(sums.get(server.name), frozen.digest)
+                counters[server.name] = await state.counters(connection, server.schema, point.chain)
+        per_server: dict[str, str | None] = {
+            server.name: _part(server, sums) if server.schema else None for server in environment.servers
+        }
+        return digest_of(environment, sums), per_server, counters
+
+    @asynccontextmanager
+    async def _reading(self, rollout: str) -> AsyncIterator[asyncpg.Connection]:
+        """A transaction in which no call that writes is half done."""
+        async with self._store.transaction() as connection:
+            await connection.execute(f"set local lock_timeout = {int(self._settings.quiesce_timeout_s * 1000)}")
+            await connection.execute("select pg_advisory_xact_lock_shared(megamcp.lock_key($1))", rollout)
+            yield connection
+
+
+def demand_open(row: asyncpg.Record) -> None:
+    """Raises `Gone` for a rollout that has ended."""
+    if row["status"] != "open":
+        raise Gone(
+            f"Rollout {row['id']} is {row['status']}.",
+            code=f"rollout_{row['status']}",
+            hint="Its checkpoints may still be forked: POST /v1/checkpoints/{id}/fork.",
+        )
+
+
+def _add(total: str | None, delta: int) -> str:
+    """Two 64-bit lanes are summed apart, so that neither carries into the other."""
+    known = int(total or "0", 16)
+    high = ((known >> 64) + (delta >> 64)) & (_MASK >> 64)
+    low = ((known & (_MASK >> 64)) + (delta & (_MASK >> 64))) & (_MASK >> 64)
+    return f"{(high << 64) | low:032x}"
+
+
+def _part(server: LoadedServer, sums: dict[str, str]) -> str:
+    assert server.schema is not None
+    return hashlib.sha256(f"{server.schema.hash} {sums.get(server.name, '0' * 32)}".encode()).hexdigest()
+
+
+def digest_of(environment: LoadedEnvironment, sums: dict[str, str]) -> str:
+    """One hash over the effective state of every server: of the loaded content, and of what differs from it."""
+    parts = {server.name: _part(server, sums) for server in environment.servers if server.schema}
+    text = json.dumps([environment.hash, parts], sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,82 @@
+"""What one gateway process is made of, started and stopped as one.
+
+The order is the dependency order: the database's pool, then what only reads and writes it, then the data plane with its
+tool server processes. Stopping goes the other way round.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from megamcp.control import Control, Instance
+from megamcp.dataplane import Dataplane, Limits
+from megamcp.environments import Environments
+from megamcp.handles import Signer
+from megamcp.queries import Queries
+from megamcp.reaper import Reaper
+from megamcp.rollouts import Rollouts
+from megamcp.settings import Settings
+from megamcp.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything that a request may need."""
+
+    settings: Settings
+    store: Store
+    environments: Environments
+    rollouts: Rollouts
+    queries: Queries
+    dataplane: Dataplane
+    reaper: Reaper
+    stopping: asyncio.Event
+
+
+@asynccontextmanager
+async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncIterator[Services]:
+    """Services on a migrated database. Background tasks end before the pool does."""
+    async with contextlib.AsyncExitStack() as stack:
+        store = await stack.enter_async_context(Store.open(dsn, settings.control_connections))
+        environments = Environments(store, signer)
+        rollouts = Rollouts(store, environments, settings)
+        queries = Queries(rollouts, environments, signer, settings, dsn)
+        stack.push_async_callback(queries.close)
+        instance = Instance(dsn)
+        control = Control(
+            store=store,
+            environments=environments,
+            rollouts=rollouts,
+            signer=signer,
+            settings=settings,
+            dsn=dsn,
+            instance=instance,
+        )
+        dataplane = await stack.enter_async_context(Dataplane(control, limits(settings)))
+        instance.on_cancel = dataplane.cancel
+        reaper = Reaper(store, environments, rollouts, settings)
+        stopping = asyncio.Event()
+        tasks = [asyncio.create_task(instance.hold()), asyncio.create_task(reaper.run())]
+        await instance.ready()
+        try:
+            yield Services(settings, store, environments, rollouts, queries, dataplane, reaper, stopping)
+        finally:
+            stopping.set()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def limits(settings: Settings) -> Limits:
+    """The data plane's bounds, from the settings."""
+    return Limits(
+        body_bytes=settings.max_body_bytes,
+        response_bytes=settings.max_result_bytes,
+        call_timeout_s=settings.call_timeout_s,
+        connect_timeout_s=settings.connect_timeout_s,
+        start_timeout_s=settings.start_timeout_s,
+        waiting_per_rollout=settings.queue_per_rollout,
+        calls_in_flight=settings.calls_in_flight,
+    )

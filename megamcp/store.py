@@ -1,0 +1,403 @@
+"""Every query on the control plane's tables, each with a name and a sentence over it.
+
+A `Store` owns the process's connection pool. It turns PostgreSQL's errors into this project's tree at one place
+(`translated`), holds no state besides the pool, and decides nothing: when to fork, lock or reap is said in `rollouts.py`.
+"""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import asyncpg
+
+from megamcp.errors import (
+    BadRequest,
+    Conflict,
+    DeadlineExceeded,
+    Gone,
+    MegaMCPError,
+    NoCapacity,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+    Unprocessable,
+)
+
+ROLLOUT = """r.id, r.environment, e.name || '@' || e.hash as environment_name, r."group", r.status, r.parent_checkpoint,
+    r.checkpoint, r.layer, r.seq, r.epoch, r.turn, r.depth, r.dirty, r.seed, r.labels, r.created_at, r.expires_at"""
+
+CHECKPOINT = """c.id, c.rollout, c.environment, e.name || '@' || e.hash as environment_name, c.parent, c.turn, c.depth, c.seq,
+    c.epoch, c.chain, c.layer, c.sums, c.digest, c.label, c.seed, c.created_at, c.expires_at,
+    array(select p.owner from megamcp.pins p where p.checkpoint = c.id and p.expires_at > clock_timestamp()
+          order by p.owner) as pins"""
+
+ALIVE = """c.released_at is null and (c.expires_at > clock_timestamp() or exists (
+    select 1 from megamcp.pins p where p.checkpoint = c.id and p.expires_at > clock_timestamp()))"""
+
+# The newest version of an environment, or the one that is named by its hash.
+ENVIRONMENT = """select e.* from megamcp.environments e
+    where e.name = $1 and ($2::text is null or e.hash = $2) order by e.loaded_at desc, e.id desc limit 1"""
+
+# New rollouts on the environment's first state, each with the row that opens its journal.
+OPEN = f"""with made as (
+    insert into megamcp.rollouts (id, environment, "group", layer, seq, seed, labels, expires_at)
+    select x.id, $2, $3, nextval('megamcp.layer_seq'), 1, $4, $5::jsonb, clock_timestamp() + $6
+      from unnest($1::text[]) as x(id)
+    returning *
+), told as (
+    insert into megamcp.events (rollout, seq, kind, data)
+    select id, seq, 'open', jsonb_build_object('seed', seed) from made
+)
+select {ROLLOUT} from made r join megamcp.environments e on e.id = r.environment"""
+
+# New rollouts on a checkpoint. The row lock keeps the reaper from taking it meanwhile.
+FORK = f"""with origin as (
+    select c.* from megamcp.checkpoints c where c.id = $2 and {ALIVE} for key share of c
+), made as (
+    insert into megamcp.rollouts (id, environment, "group", parent_checkpoint, parent_rollout, checkpoint, layer,
+                                  start_seq, seq, turn, depth, seed, labels, expires_at)
+    select x.id, c.environment, $3, c.id, c.rollout, c.id, nextval('megamcp.layer_seq'),
+           c.seq, c.seq + 1, c.turn, c.depth, coalesce(x.seed, c.seed), $5::jsonb, clock_timestamp() + $6
+      from origin c, unnest($1::text[], $4::bigint[]) as x(id, seed)
+    returning *
+), told as (
+    insert into megamcp.events (rollout, seq, kind, data)
+    select id, seq, 'fork', jsonb_build_object('checkpoint', parent_checkpoint, 'parent', parent_rollout, 'seed', seed)
+      from made
+)
+select {ROLLOUT} from made r join megamcp.environments e on e.id = r.environment"""
+
+# One rollout; the chain of its head comes along.
+ROLLOUT_BY_ID = f"""select {ROLLOUT}, coalesce(c.chain, '{{}}') as chain, coalesce(c.sums, '{{}}') as sums
+    from megamcp.rollouts r join megamcp.environments e on e.id = r.environment
+    left join megamcp.checkpoints c on c.id = r.checkpoint where r.id = $1"""
+
+# A page of rollouts, oldest first.
+ROLLOUTS = f"""select {ROLLOUT} from megamcp.rollouts r join megamcp.environments e on e.id = r.environment
+    where ($1::text is null or r."group" = $1) and ($2::text is null or r.status = $2)
+      and ($3::text is null or e.name = $3 or e.name || '@' || e.hash = $3)
+      and ($4::timestamptz is null or (r.created_at, r.id) > ($4, $5))
+    order by r.created_at, r.id limit $6"""
+
+# A longer lease.
+RENEW_ROLLOUT = """update megamcp.rollouts set expires_at = clock_timestamp() + $2
+    where id = $1 and status = 'open' returning id"""
+
+# What ends a rollout: its head's layer is dead, its position is given up, its journal stays.
+END_ROLLOUT = """with ended as (
+    update megamcp.rollouts r set status = $2, closed_at = clock_timestamp(), checkpoint = null, seq = r.seq + 1
+     where r.id = $1 and r.status = 'open' returning r.*
+), told as (
+    insert into megamcp.events (rollout, seq, kind, data)
+    select id, seq, 'close', jsonb_build_object('status', status) from ended
+), dead as (
+    insert into megamcp.dead_layers (layer, environment) select layer, environment from ended where dirty
+    on conflict do nothing
+)
+select count(*) from ended"""
+
+# Publishes a checkpoint and moves the rollout's head onto a fresh layer, unless the old one holds nothing.
+PUBLISH_CHECKPOINT = """with made as (
+    insert into megamcp.checkpoints (id, rollout, environment, parent, turn, depth, seq, epoch, chain, layer, sums, digest,
+                                     label, seed, expires_at)
+    select $2, r.id, r.environment, r.checkpoint, coalesce($3, r.turn + 1), r.depth + 1, r.seq, r.epoch,
+           $4::bigint[], $5, $6::jsonb, $7, $8, r.seed, clock_timestamp() + $9
+      from megamcp.rollouts r where r.id = $1
+    returning *
+), moved as (
+    update megamcp.rollouts r
+       set checkpoint = m.id, turn = m.turn, depth = m.depth, seq = r.seq + 1, dirty = false,
+           layer = case when m.layer is null then r.layer else nextval('megamcp.layer_seq') end
+      from made m where r.id = m.rollout
+    returning r.id, r.seq
+), told as (
+    insert into megamcp.events (rollout, seq, kind, data)
+    select v.id, v.seq, 'checkpoint',
+           jsonb_build_object('checkpoint', m.id, 'turn', m.turn, 'label', m.label, 'digest', m.digest)
+      from moved v, made m
+)
+select m.*, e.name || '@' || e.hash as environment_name, array[]::text[] as pins
+  from made m join megamcp.environments e on e.id = m.environment"""
+
+# Moves the head back. The abandoned layer is dead; its rows are invisible from this statement on.
+MOVE_BACK = """with old as (
+    select * from megamcp.rollouts where id = $1
+), target as (
+    select c.* from megamcp.checkpoints c where c.id = $2 for key share
+), moved as (
+    update megamcp.rollouts r
+       set checkpoint = c.id, layer = nextval('megamcp.layer_seq'), epoch = r.epoch + 1, seq = r.seq + 1,
+           turn = c.turn, depth = c.depth, dirty = false
+      from target c where r.id = $1
+    returning r.*
+), told as (
+    insert into megamcp.events (rollout, seq, kind, data)
+    select m.id, m.seq, 'rollback', jsonb_build_object('checkpoint', m.checkpoint, 'from', o.checkpoint, 'turn', m.turn)
+      from moved m, old o
+), dead as (
+    insert into megamcp.dead_layers (layer, environment) select layer, environment from old where dirty
+    on conflict do nothing
+)
+select count(*) from moved"""
+
+# One checkpoint with its pins, alive or not.
+CHECKPOINT_BY_ID = f"""select {CHECKPOINT}, {ALIVE} as alive
+    from megamcp.checkpoints c join megamcp.environments e on e.id = c.environment where c.id = $1"""
+
+# A rollout's own live checkpoints, oldest first.
+CHECKPOINTS = f"""select {CHECKPOINT} from megamcp.checkpoints c join megamcp.environments e on e.id = c.environment
+    where c.rollout = $1 and {ALIVE} order by c.created_at, c.depth"""
+
+RENEW_CHECKPOINT = f"""update megamcp.checkpoints c set expires_at = clock_timestamp() + $2
+    where c.id = $1 and {ALIVE} returning c.id"""
+
+# Ends a checkpoint's lease now; its row stays while something stands on it.
+RELEASE_CHECKPOINT = """update megamcp.checkpoints c set released_at = clock_timestamp()
+    where c.id = $1 and c.released_at is null
+      and not exists (select 1 from megamcp.pins p where p.checkpoint = c.id and p.expires_at > clock_timestamp())
+    returning c.id"""
+
+PIN = f"""insert into megamcp.pins (checkpoint, owner, expires_at)
+    select c.id, $2, clock_timestamp() + $3 from megamcp.checkpoints c where c.id = $1 and {ALIVE} for key share of c
+    on conflict (checkpoint, owner) do update set expires_at = excluded.expires_at returning owner"""
+
+UNPIN = "delete from megamcp.pins where checkpoint = $1 and owner = $2"
+
+# A page of the journal with the ancestors' part: each ancestor up to the point where the line left it.
+EVENTS = """with recursive line(id, parent, first, last) as (
+    select r.id, r.parent_rollout, r.start_seq, null::bigint from megamcp.rollouts r where r.id = $1
+    union all
+    select p.id, p.parent_rollout, p.start_seq, l.first
+      from line l join megamcp.rollouts p on p.id = l.parent
+)
+select v.rollout, v.seq, v.kind, v.at, v.data, v.server, v.tool, v.arguments, v.state, megamcp.event_result(v) as result,
+       v.is_error, extract(epoch from v.ended_at - v.at) * 1000 as duration_ms
+  from line l join megamcp.events v on v.rollout = l.id and v.seq > l.first and (l.last is null or v.seq <= l.last)
+ where v.seq > $2 order by v.seq limit $3"""
+
+SCORE = """with next as (
+    update megamcp.rollouts r set seq = r.seq + 1 where r.id = $1 returning r.id, r.seq
+)
+insert into megamcp.events (rollout, seq, kind, data) select id, seq, 'score', $2::jsonb from next returning seq"""
+
+# Ends the backends of tool servers and evaluators that hold a rollout's lock.
+END_HOLDERS = """select count(pg_terminate_backend(l.pid))
+    from pg_locks l join pg_stat_activity a on a.pid = l.pid
+    where l.locktype = 'advisory' and l.granted and l.objsubid = 1
+      and l.database = (select oid from pg_database where datname = current_database())
+      and l.classid::bigint = (($1::bigint >> 32) & 4294967295) and l.objid::bigint = ($1::bigint & 4294967295)
+      and a.usename <> current_user"""
+
+# Ends the backend of one call, whether it runs or still waits for the rollout.
+END_CALL = """select count(pg_terminate_backend(a.pid)) from pg_stat_activity a
+    where a.application_name = 'call ' || $1::uuid::text and a.datname = current_database() and a.usename <> current_user"""
+
+# An exactly-once call that will get no answer: its error goes to the journal, or its recorded result comes back.
+CALL_FAIL = "select recorded, result, is_error from megamcp.call_fail($1, $2, $3, $4)"
+
+# At most once: the row before the call, or the row that the same key left.
+CALL_INTENT = """select found_state, result, is_error, seq
+    from megamcp.call_intent($1, $2, $3, $4, $5, $6, $7, $8, $9)"""
+
+# The row after the call; false when the rollout was rolled back or released meanwhile.
+CALL_OUTCOME = "select megamcp.call_outcome($1, $2, $3, $4, $5, 'done')"
+
+# What every request of the data plane asks first.
+ROLLOUT_EPOCH = "select environment, epoch, status from megamcp.rollouts where id = $1"
+
+# The live rollout of a client that knows only a fixed URL and shows the same key each time.
+ROLLOUT_OF_KEY = """select r.id from megamcp.rollouts r
+    where r."group" = $1 and r.environment = $2 and r.status = 'open' and r.expires_at > clock_timestamp()
+    order by r.created_at limit 1"""
+
+COUNT_OPEN = "select count(*) from megamcp.rollouts where status = 'open'"
+
+# Calls whose gateway died between the intent and the outcome.
+LOSE_INTENTS = """update megamcp.events v set state = 'unknown', ended_at = clock_timestamp()
+    where v.kind = 'call' and not v.exact and v.state = 'running' and v.owner is not null
+      and not exists (select 1 from pg_locks l where l.locktype = 'advisory' and l.granted and l.objsubid = 1
+                         and l.database = (select oid from pg_database where datname = current_database())
+                         and l.classid::bigint = ((v.owner >> 32) & 4294967295)
+                         and l.objid::bigint = (v.owner & 4294967295))"""
+
+EXPIRED_ROLLOUTS = """select id from megamcp.rollouts where status = 'open' and expires_at <= clock_timestamp()
+    order by expires_at limit $1"""
+
+RELEASE_EXPIRED_CHECKPOINTS = """with old as (
+    select c.id from megamcp.checkpoints c
+     where c.released_at is null and c.expires_at <= clock_timestamp()
+       and not exists (select 1 from megamcp.pins p where p.checkpoint = c.id and p.expires_at > clock_timestamp())
+     order by c.expires_at limit $1 for update skip locked
+)
+update megamcp.checkpoints c set released_at = clock_timestamp() from old where c.id = old.id returning c.id"""
+
+# Released checkpoints that nothing stands on any more. Their layers are dead with them.
+COLLECT_CHECKPOINTS = """with old as (
+    select c.id from megamcp.checkpoints c
+     where c.released_at is not null
+       and not exists (select 1 from megamcp.checkpoints d where d.parent = c.id)
+       and not exists (select 1 from megamcp.rollouts r where r.checkpoint = c.id)
+     order by c.released_at limit $1 for update skip locked
+), gone as (
+    delete from megamcp.checkpoints c using old where c.id = old.id returning c.layer, c.environment
+), dead as (
+    insert into megamcp.dead_layers (layer, environment)
+    select layer, environment from gone where layer is not null on conflict do nothing
+)
+select count(*) from gone"""
+
+DEAD_LAYERS = "select layer, environment from megamcp.dead_layers order by environment, layer limit $1"
+FORGET_LAYERS = "delete from megamcp.dead_layers where layer = any($1::bigint[])"
+
+# Journals of rollouts that ended long ago and hold no checkpoint any more.
+DROP_JOURNALS = """with old as (
+    select r.id from megamcp.rollouts r
+     where r.status <> 'open' and r.closed_at < clock_timestamp() - $1::interval
+       and not exists (select 1 from megamcp.checkpoints c where c.rollout = r.id)
+     order by r.closed_at limit $2
+), events as (
+    delete from megamcp.events v using old where v.rollout = old.id
+)
+delete from megamcp.rollouts r using old where r.id = old.id returning r.id"""
+
+# The oldest large results, as far as they exceed the budget.
+DROP_BLOBS = """delete from megamcp.blobs b using (
+    select hash, sum(bytes) over (order by created_at desc, hash) as total from megamcp.blobs) s
+    where s.hash = b.hash and s.total > $1 returning b.hash"""
+
+_BY_SQLSTATE: dict[str, type[MegaMCPError]] = {
+    "MM401": Unauthorized,
+    "MM402": DeadlineExceeded,
+    "MM403": Conflict,
+    "MM404": NotFound,
+    "MM408": DeadlineExceeded,
+    "MM409": Conflict,
+    "MM410": Gone,
+    "MM422": Unprocessable,
+    "MM423": Conflict,
+    "MM424": Conflict,
+}
+
+
+def translate(error: BaseException) -> MegaMCPError | None:
+    """This project's error for one of PostgreSQL's, or None where it isn't the caller's or the network's."""
+    if isinstance(error, MegaMCPError):
+        return error
+    if isinstance(error, asyncpg.PostgresError):
+        state = error.sqlstate or ""
+        if state in _BY_SQLSTATE:
+            detail = json.loads(error.detail or "{}")
+            return _BY_SQLSTATE[state](detail.get("message", str(error)), code=detail.get("code"))
+        if state in ("53300", "53400"):
+            return NoCapacity("PostgreSQL has no connection left.", code="database_busy")
+        if state[:2] in ("57", "08"):
+            return Unavailable("The database is away.", code="database_unavailable", hint="Try again in a moment.")
+        if state == "55P03":
+            return DeadlineExceeded("The rollout is busy: another operation holds it.", code="rollout_busy")
+        if state == "22021":
+            return BadRequest("Text holds a NUL character, which PostgreSQL can't store.", code="nul_character")
+    if isinstance(error, OSError | asyncpg.InterfaceError | TimeoutError):
+        return Unavailable("The database is away.", code="database_unavailable", hint="Try again in a moment.")
+    return None
+
+
+@contextmanager
+def translated() -> Any:
+    """Raise this project's errors instead of PostgreSQL's."""
+    try:
+        yield
+    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
+        known = translate(error)
+        if known is None:
+            raise
+        raise known from error
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The pool and the few ways to use it."""
+
+    pool: asyncpg.Pool
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, dsn: str, connections: int) -> AsyncIterator["Store"]:
+        """A store on its own pool; connections are made when they are needed and again after an outage."""
+        async with asyncpg.create_pool(
+            dsn,
+            min_size=1,
+            max_size=connections,
+            max_inactive_connection_lifetime=300,
+            init=_prepare,
+            server_settings={"application_name": "megamcp", "jit": "off", "lock_timeout": "30000"},
+        ) as pool:
+            yield cls(pool)
+
+    @asynccontextmanager
+    async def connection(self, wait_s: float = 10) -> AsyncIterator[asyncpg.Connection]:
+        """A connection of the control role. Raises `NoCapacity` when none gets free in `wait_s`."""
+        with translated():
+            try:
+                connection = await self.pool.acquire(timeout=wait_s)
+            except TimeoutError as error:
+                raise NoCapacity(
+                    "All control connections are busy.",
+                    code="control_busy",
+                    hint="Raise MEGAMCP_CONTROL_CONNECTIONS, or send fewer requests at once.",
+                ) from error
+            try:
+                yield connection
+            finally:
+                await self.pool.release(connection)
+
+    @asynccontextmanager
+    async def transaction(self, wait_s: float = 10) -> AsyncIterator[asyncpg.Connection]:
+        """A READ COMMITTED transaction of the control role."""
+        async with self.connection(wait_s) as connection, connection.transaction():
+            yield connection
+
+    async def row(self, query: str, *arguments: Any) -> asyncpg.Record | None:
+        """First row of a query."""
+        async with self.connection() as connection:
+            return await connection.fetchrow(query, *arguments)
+
+    async def rows(self, query: str, *arguments: Any) -> Sequence[asyncpg.Record]:
+        """All rows of a query."""
+        async with self.connection() as connection:
+            return await connection.fetch(query, *arguments)
+
+    async def value(self, query: str, *arguments: Any) -> Any:
+        """First column of the first row."""
+        async with self.connection() as connection:
+            return await connection.fetchval(query, *arguments)
+
+
+async def _prepare(connection: asyncpg.Connection) -> None:
+    for kind in ("json", "jsonb"):
+        await connection.set_type_codec(kind, encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
+
+
+def seconds(value: float) -> timedelta:
+    """A duration as asyncpg wants it for an interval."""
+    return timedelta(seconds=value)
+
+
+def cursor_of(row: asyncpg.Record) -> str:
+    """The page cursor after a row: opaque to clients."""
+    return f"{row['created_at'].isoformat()}~{row['id']}"
+
+
+def read_cursor(cursor: str | None) -> tuple[datetime | None, str | None]:
+    """A cursor's parts. Raises `BadRequest` for what this gateway didn't make."""
+    if cursor is None:
+        return None, None
+    created, _, rollout = cursor.partition("~")
+    try:
+        return datetime.fromisoformat(created), rollout
+    except ValueError as error:
+        raise BadRequest(
+            "The cursor is not one of this gateway's.", code="invalid_cursor", hint="Pass next_cursor unchanged."
+        ) from error
