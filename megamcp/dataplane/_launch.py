@@ -1,0 +1,26 @@
+"""Becomes another program that dies with the gateway: `python _launch.py GATEWAY_PID COMMAND…`.
+
+A server whose event loop is blocked does not notice that its stdin was closed, so the kernel is asked to kill it
+when its parent is gone (PR_SET_PDEATHSIG outlives exec). Done here and not between fork and exec in the gateway,
+where only async-signal-safe code may run. Imports nothing of the package: it runs with `-I -S`.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    gateway, command = int(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != gateway:
+            # The gateway died before the request reached the kernel.
+            raise SystemExit(0)
+    os.execvp(command[0], command)
+
+
+main()

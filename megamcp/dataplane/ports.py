@@ -1,0 +1,197 @@
+"""What the data plane needs from the control plane, and nothing more.
+
+`ControlPort` is implemented over PostgreSQL by the control plane and in memory by `megamcp.dataplane.fake`.
+The views are snapshots that the control plane may cache: whether a call may still take effect is decided
+where the effect happens (the state handle, the intent row), never by a view.
+
+Every method may raise `Unavailable` (503) while the database is away; what else it raises is listed with it.
+Errors outside `MegaMCPError` are bugs and reach the client as an internal error without details.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+SOCKET = "{socket}"
+"""Stands in a child's command for the path of the unix socket that it must listen on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildTarget:
+    """A tool server that the gateway starts and supervises: MCP 2026-07-28 at `/mcp` on a unix socket."""
+
+    command: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+
+    @classmethod
+    def sdk(
+        cls, entry: str, environ: Mapping[str, str] | None = None, cwd: str | None = None
+    ) -> "ChildTarget":
+        """A server written with `megamcp.sdk`; `entry` is `package.module:attribute`."""
+        return cls((sys.executable, "-m", "megamcp.sdk", entry, "--socket", SOCKET), environ or {}, cwd)
+
+
+@dataclass(frozen=True, slots=True)
+class SocketTarget:
+    """A tool server of ours that already listens on a unix socket (`inline` servers of tests)."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class UrlTarget:
+    """Anyone's tool server; the protocol era is negotiated. `headers` are sent with every request."""
+
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """One tool server of an environment.
+
+    `exactly_once`: the server settles its calls itself by the state handle (kinds `schema` and `document`);
+    else the gateway keeps an intent row, and a call is done at most once. `call_timeout_s`: else the default.
+    """
+
+    name: str
+    target: ChildTarget | SocketTarget | UrlTarget
+    exactly_once: bool
+    call_timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentView:
+    """What the data plane knows of an environment. Tool lists are cached by `id`: never reuse one."""
+
+    id: int
+    name: str
+    version: str
+    servers: tuple[ServerView, ...]
+    instructions: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutView:
+    """A live rollout. `epoch` is for the port's own `mint`: it changes with every rollback."""
+
+    id: str
+    environment_id: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A result in the journal: the JSON text of a CallToolResult, byte for byte."""
+
+    result: bytes
+    is_error: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """A call of an at-most-once server that is about to run, or the result of the one that did run."""
+
+    id: int
+    replayed: Recorded | None = None
+
+
+class ControlPort(Protocol):
+    """Narrow door to the control plane."""
+
+    async def rollout(self, rollout_id: str) -> RolloutView:
+        """Raises NotFound, Gone. Called once per request: cache the part that does not change."""
+        ...
+
+    async def environment(self, environment_id: int) -> EnvironmentView:
+        """Raises NotFound. Called once per request: cache it."""
+        ...
+
+    async def environment_named(self, name: str) -> EnvironmentView:
+        """For `/e/{environment}/mcp`: `name` or `name@version`. Raises NotFound."""
+        ...
+
+    async def open_for_session(self, environment: str, *, key: str | None) -> str:
+        """Opens a rollout for a client that knows only a fixed URL, and returns its id.
+
+        With a `key` (the bearer token of a client without sessions) the same live rollout every time.
+        Raises NotFound, Unauthorized, NoCapacity.
+        """
+        ...
+
+    async def session_ended(self, rollout_id: str) -> None:
+        """The session that opened a rollout was deleted by its client. An unknown rollout is no error."""
+        ...
+
+    def mint(
+        self,
+        rollout: RolloutView,
+        server: str,
+        *,
+        tool: str,
+        arguments: bytes,
+        writable: bool,
+        idempotency_key: str | None,
+        deadline: float,
+    ) -> str:
+        """A state handle for one call, good until `deadline` (Unix time, seconds). No I/O."""
+        ...
+
+    async def end_call(
+        self, rollout: RolloutView, handle: str, *, tool: str, arguments: bytes, error: bytes | None
+    ) -> Recorded | None:
+        """Ends a call whose answer the gateway did not get (deadline, cancellation, dead server).
+
+        Afterwards the handle can take no effect: a backend still running it has been ended, a transaction
+        that was in flight is decided. Returns the result if the call had committed one. Else records `error`
+        (the JSON text of a CallToolResult) as its result; with None nothing is recorded, so that the caller
+        may mint a handle for the same idempotency key again.
+        """
+        ...
+
+    async def call_intent(
+        self, rollout: RolloutView, server: str, *, tool: str, arguments: bytes, idempotency_key: str | None
+    ) -> Intent:
+        """At most once: the durable intent row, or the recorded result of the same key.
+
+        Raises Conflict(`outcome_unknown`) for a key whose first try never recorded an outcome, Unprocessable
+        for a key with other arguments, Gone, Conflict. `arguments` is recorded byte for byte.
+        """
+        ...
+
+    async def call_outcome(self, intent: Intent, result: bytes, is_error: bool) -> int:
+        """Records the outcome, durable when it returns; gives the journal position.
+
+        Raises Conflict when the rollout was rolled back meanwhile.
+        """
+        ...
+
+    async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:
+        """A cancellation for a request this process does not have: pass it on to the other gateway processes,
+        which hand it to `Dataplane.cancel`. May do nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the data plane. Times in seconds, sizes in bytes."""
+
+    body_bytes: int = 4 * 1024 * 1024
+    response_bytes: int = 32 * 1024 * 1024
+    depth: int = 128
+    batch: int = 50
+    body_timeout_s: float = 30.0
+    call_timeout_s: float = 60.0
+    connect_timeout_s: float = 5.0
+    start_timeout_s: float = 30.0
+    list_timeout_s: float = 30.0
+    grace_s: float = 2.0
+    disconnect_check_s: float = 0.1
+    readers_per_rollout: int = 16
+    waiting_per_rollout: int = 64
+    calls_in_flight: int = 4096
+    connections_per_server: int = 64
+    tools_per_page: int = 500
+    allowed_origins: tuple[str, ...] = ()
