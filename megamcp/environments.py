@@ -335,3 +335,11 @@ class Environments:
 def _definition(source: Source) -> dict[str, Any]:
     adapter = TypeAdapter(EnvironmentConfig)
     return {"folder": str(source.folder), "config": adapter.dump_python(source.config, mode="json", by_alias=True)}
+
+
+def bundled() -> list[Path]:
+    """Folders of the environments that come with the package."""
+    import tool_servers
+
+    root = Path(tool_servers.__path__[0])
+    return sorted(path.parent for path in root.glob("*/environment.toml"))

@@ -1,0 +1,130 @@
+"""The ASGI application: one door, two rooms.
+
+`/r/`, `/e/` and `/mcp` go straight to the data plane, past FastAPI and every middleware; everything else is the control
+plane's. The database must be there when the process starts (or comes within the start-up deadline); later outages are
+answered with 503 until it is back.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import asyncpg
+from fastapi import FastAPI, Request, Response
+
+from megamcp import __version__
+from megamcp.api import add_error_handlers, router
+from megamcp.errors import MegaMCPError, Unavailable, Unprocessable
+from megamcp.migrate import migrate
+from megamcp.postgres import check_server
+from megamcp.services import Services, start_services
+from megamcp.settings import Settings
+
+log = logging.getLogger(__name__)
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+AGENT_PATHS = ("/r/", "/e/", "/mcp")
+START_PATIENCE_S = 30
+
+
+class Gateway:
+    """Dispatches by path; the data plane answers from the moment that start-up is done."""
+
+    def __init__(self, control: FastAPI) -> None:
+        self.control = control
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(AGENT_PATHS):
+            services: Services = self.control.state.services
+            await services.dataplane(scope, receive, send)
+        else:
+            await self.control(scope, receive, send)
+
+
+def create_app(settings: Settings | None = None) -> Gateway:
+    """The gateway on the database of `settings.database_url`, which must be set: `megamcp.serve` sees to that."""
+    settings = settings or Settings()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if settings.database_url is None:
+            raise Unprocessable(
+                "No database.", code="no_database", hint="Use `megamcp serve`, or set MEGAMCP_DATABASE_URL."
+            )
+        dsn = settings.database_url.get_secret_value()
+        signer = await migrate(dsn)
+        async with start_services(settings, dsn, signer) as services:
+            app.state.services = services
+            yield
+
+    control = FastAPI(
+        title="MegaMCP",
+        version=__version__,
+        summary="An MCP gateway that gives every rollout its own state.",
+        description=(
+            "Open a rollout, point any MCP client at its `url`, and checkpoint, fork, roll back and diff its state here. "
+            "Errors are RFC 9457 documents with a stable `code`."
+        ),
+        lifespan=lifespan,
+        redoc_url=None,
+    )
+    control.include_router(router)
+    add_error_handlers(control)
+    add_health(control)
+    return Gateway(control)
+
+
+def add_health(app: FastAPI) -> None:
+    """Liveness and readiness, for supervisors and load balancers."""
+
+    @app.get("/healthz", tags=["health"], summary="The process answers")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok", "version": __version__}
+
+    @app.get("/readyz", tags=["health"], summary="The database answers", responses={503: {"description": "It doesn't."}})
+    async def readyz(request: Request, response: Response) -> dict[str, Any]:
+        services: Services = request.app.state.services
+        try:
+            environments = await asyncio.wait_for(services.environments.all(), 5)
+        except (MegaMCPError, asyncpg.PostgresError, OSError, TimeoutError) as error:
+            response.status_code = 503
+            return {"status": "unavailable", "database": str(error) or type(error).__name__}
+        return {"status": "ok", "environments": [e.full_name for e in environments], "rollouts": services.rollouts.open_count}
+
+
+async def prepare(settings: Settings, dsn: str) -> None:
+    """Once per start, before any worker: check the server, migrate, load the environments that are asked for.
+
+    An environment that fails to load is an error in the log, not the end of the gateway, unless the user named it.
+    """
+    await wait_for_server(dsn)
+    signer = await migrate(dsn)
+    from megamcp.environments import Environments, bundled
+    from megamcp.store import Store
+
+    async with Store.open(dsn, 2) as store:
+        environments = Environments(store, signer)
+        for path in [*(bundled() if settings.bundled_environments else []), *settings.environments]:
+            started = time.monotonic()
+            loaded = await environments.load(path)
+            log.info("environment %s ready in %.2f s", loaded.full_name, time.monotonic() - started)
+
+
+async def wait_for_server(dsn: str) -> None:
+    """Returns once PostgreSQL answers and is new enough. Raises `Unavailable`, `Unprocessable`."""
+    give_up = time.monotonic() + START_PATIENCE_S
+    while True:
+        try:
+            await check_server(dsn)
+        except Unavailable:
+            if time.monotonic() > give_up:
+                raise
+            await asyncio.sleep(0.2)
+        else:
+            return

@@ -1,0 +1,250 @@
+"""`megamcp serve`: the embedded PostgreSQL if none is named, then one gateway process or several.
+
+One worker runs in this process. Several are children that share the listening socket; this process starts them again
+when they die, and passes on the signal to stop. What is shared between workers is in PostgreSQL.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from pydantic import SecretStr
+
+from megamcp.app import create_app, prepare
+from megamcp.errors import Conflict, Unprocessable
+from megamcp.postgres import EmbeddedPostgres
+from megamcp.settings import Settings
+
+log = logging.getLogger("megamcp")
+
+DRAIN_S = 10
+READY = "megamcp is ready at"
+
+
+def serve(settings: Settings) -> None:
+    """Blocks until SIGINT or SIGTERM. Raises `MegaMCPError` for what keeps the gateway from starting."""
+    configure_logging(settings.log_level)
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(_serve(settings))
+    else:
+        uvloop.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> None:
+    # Taken first: a port that is in use is told at once, and nothing is left running.
+    listener = listen(settings.host, settings.port)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(listener.close)
+        if settings.database_url is None:
+            postgres = await stack.enter_async_context(
+                EmbeddedPostgres(settings.data_dir / "postgres", max_connections=connections_needed(settings))
+            )
+            settings = settings.model_copy(update={"database_url": SecretStr(postgres.dsn)})
+        assert settings.database_url is not None
+        await prepare(settings, settings.database_url.get_secret_value())
+        if settings.workers == 1:
+            await _run_here(settings, listener)
+        else:
+            await _Workers(settings, listener).run()
+
+
+def connections_needed(settings: Settings) -> int:
+    """PostgreSQL connections of all workers and their tool servers, with room for a dozen environments."""
+    each = settings.control_connections + 2 + 12 * settings.tool_connections + 4 * settings.query_connections
+    return max(200, settings.workers * each + 20)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `Conflict` when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise Conflict(
+            f"Can't listen on {host}:{port}: {error.strerror}.",
+            code="port_in_use",
+            hint="Choose another with --port (0 takes a free one), or stop what listens there.",
+        ) from error
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener
+
+
+def configure_logging(level: str) -> None:
+    """Lines on stderr. Nothing that is logged holds a secret: DSNs, handles and keys are never arguments of a log call."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr, force=True
+    )
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+
+
+def _config(settings: Settings, listener: socket.socket) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(settings),
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=DRAIN_S,
+        backlog=2048,
+    )
+
+
+class _Server(uvicorn.Server):
+    """Says where it is ready, once; a worker says nothing."""
+
+    announce: str | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop on a signal and leave it at that: raising it again would end the process before PostgreSQL is stopped."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.announce and not self.should_exit:
+            log.info("%s %s", READY, self.announce)
+
+
+async def _run_here(settings: Settings, listener: socket.socket, announce: bool = True) -> None:
+    server = _Server(_config(settings, listener))
+    if announce:
+        server.announce = address(listener)
+    await server.serve(sockets=[listener])
+    if not server.started:
+        raise Unprocessable("The gateway could not start; the log says why.", code="start_failed")
+
+
+def address(listener: socket.socket) -> str:
+    """The listener's base URL."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Workers:
+    """Children on one listening socket."""
+
+    def __init__(self, settings: Settings, listener: socket.socket) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stopping.set)
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._settings.workers):
+                group.create_task(self._keep(number))
+            log.info("%s %s (%d workers)", READY, address(self._listener), self._settings.workers)
+
+    async def _keep(self, number: int) -> None:
+        pause = 0.1
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            child = await self._start()
+            ended = asyncio.create_task(child.wait())
+            stop = asyncio.create_task(self._stopping.wait())
+            await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            if self._stopping.is_set():
+                await self._end(child, ended)
+                return
+            pause = 0.1 if time.monotonic() - started > 10 else min(pause * 2, 5)
+            log.warning("worker %d ended with status %s; starting another", number, child.returncode)
+            await asyncio.sleep(pause)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        assert self._settings.database_url is not None
+        descriptor = self._listener.fileno()
+        environment = {
+            **os.environ,
+            **_as_environment(self._settings),
+            "MEGAMCP_DATABASE_URL": self._settings.database_url.get_secret_value(),
+        }
+        # The pipe on stdin tells the worker when this process is gone, however it went.
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "megamcp.serve",
+            str(descriptor),
+            stdin=asyncio.subprocess.PIPE,
+            env=environment,
+            pass_fds=(descriptor,),
+            cwd=Path.cwd(),
+        )
+
+    async def _end(self, child: asyncio.subprocess.Process, ended: "asyncio.Task[Any]") -> None:
+        with contextlib.suppress(ProcessLookupError):
+            child.terminate()
+        try:
+            await asyncio.wait_for(ended, DRAIN_S + 5)
+        except TimeoutError:
+            child.kill()
+
+
+def _as_environment(settings: Settings) -> dict[str, str]:
+    document = settings.model_dump(mode="json", exclude={"database_url", "api_key"}, exclude_none=True)
+    environment = {f"MEGAMCP_{name.upper()}": _text(value) for name, value in document.items()}
+    if settings.api_key:
+        environment["MEGAMCP_API_KEY"] = settings.api_key.get_secret_value()
+    return environment
+
+
+def _text(value: Any) -> str:
+    import json
+
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def worker() -> None:
+    """A child of `_Workers`: serves on the socket that it inherited, until told or until its parent is gone."""
+    settings = Settings()
+    configure_logging(settings.log_level)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener.setblocking(False)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        os.set_blocking(sys.stdin.fileno(), False)
+        loop.add_reader(sys.stdin.fileno(), _stop_at_end_of_input)
+        await _run_here(settings, listener, announce=False)
+
+    import uvloop
+
+    uvloop.run(run())
+
+
+def _stop_at_end_of_input() -> None:
+    with contextlib.suppress(BlockingIOError):
+        if not os.read(sys.stdin.fileno(), 1024):
+            os.kill(os.getpid(), signal.SIGTERM)
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    worker()
