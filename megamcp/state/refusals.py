@@ -229,16 +229,19 @@ SHADOWED = frozenset(
         "transaction_timestamp",
         "statement_timestamp",
         "clock_timestamp",
+        "timeofday",
         "random",
+        "random_normal",
         "gen_random_uuid",
+        "uuidv4",
+        "uuidv7",
         "nextval",
         "currval",
         "setval",
         "lastval",
     }
 )
-_CLOCKS = frozenset({"timeofday"})
-_CHANCE = frozenset({"setseed", "random_normal", "uuidv4", "uuidv7", "uuid_generate_v1", "uuid_generate_v4"})
+_CHANCE = frozenset({"setseed", "uuid_generate_v1", "uuid_generate_v1mc", "uuid_generate_v4"})
 _DYNAMIC = re.compile(
     r"(query|table|cursor|schema|database)_to_xml(schema)?|query_to_xml_and_xmlschema|table_to_xml_and_xmlschema"
     r"|(schema|database)_to_xml_and_xmlschema|ts_stat"
@@ -260,13 +263,11 @@ _HARMLESS_PG = re.compile(
 def function(name: str, qualified: bool, arguments: int) -> Refusal | None:
     """A function of pg_catalog, or an unqualified name; `qualified` when it was written `pg_catalog.name`."""
     construct = f"{'pg_catalog.' if qualified else ''}{name}()"
-    if name in SHADOWED:
+    if name in SHADOWED or (name == "age" and arguments == 1):
         if not qualified:
             return None
         hint = f"Write {name}() without pg_catalog."
         return Refusal(construct, "it bypasses the environment's clock, chance and counters", hint)
-    if name in _CLOCKS or (name == "age" and arguments == 1):
-        return Refusal(construct, _OWN_CLOCK, "Use now(); age(now(), x) for age(x).")
     if name in _CHANCE:
         hint = "Use random() and gen_random_uuid(), or the SDK's random."
         return Refusal(construct, "it is not drawn from the rollout's seed", hint)
