@@ -1,0 +1,58 @@
+# Set-up is part of every target: the first run makes .venv and installs, later runs don't.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+SECONDS ?= 600
+
+.PHONY: install demo serve test lint format typecheck bench check fuzz soak clean
+
+install: $(DEV_STAMP)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(DEV_STAMP): $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(RUN_STAMP)
+
+demo: $(RUN_STAMP)
+	$(BIN)/megamcp demo
+
+serve: $(RUN_STAMP)
+	$(BIN)/megamcp serve
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+typecheck: $(DEV_STAMP)
+	$(BIN)/mypy
+
+check: lint typecheck test
+
+bench: $(DEV_STAMP)
+	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.fork
+	$(BIN)/python -m benchmarks.overlay
+
+fuzz: $(DEV_STAMP)
+	FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest tests/integration/overlay/test_differential.py --timeout 0
+
+soak: $(DEV_STAMP)
+	SOAK_SECONDS=$(SECONDS) $(BIN)/python -m pytest tests/e2e/test_kill.py tests/integration/test_promises_machine.py --timeout 0
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
