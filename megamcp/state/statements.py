@@ -272,6 +272,8 @@ class _Check:
                     if key in {"lockingClause", "intoClause"}:
                         visitors[key](value)
                     pending.append(child)
+                elif key == "override" and child != "OVERRIDING_NOT_SET":
+                    self._refuse(refusals.OVERRIDING)
 
     def _relation(self, node: Node) -> None:
         if "relname" not in node:

@@ -102,6 +102,11 @@ REFUSED = {
     "lock table t": "LOCK",
     "insert into t values (1) on conflict do nothing": "INSERT … ON CONFLICT",
     "insert into t values (1) on conflict (a) do update set b = 1": "INSERT … ON CONFLICT",
+    "insert into t (a) overriding system value values (1)": "OVERRIDING SYSTEM VALUE or USER VALUE",
+    "insert into t overriding user value select 1": "OVERRIDING SYSTEM VALUE or USER VALUE",
+    "merge into t using s on true when not matched then insert (a) overriding user value values (1)": (
+        "OVERRIDING SYSTEM VALUE or USER VALUE"
+    ),
     "select * from t for update": "SELECT … FOR UPDATE/SHARE",
     "select * from t where a in (select b from u for key share) ": "SELECT … FOR UPDATE/SHARE",
     "select * into u from t": "SELECT INTO",
