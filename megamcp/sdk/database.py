@@ -1,0 +1,241 @@
+"""The tool server's connections: a bounded pool, and the guard around what tool code does with one.
+
+SQLAlchemy's engine gives tools the API they know; the SDK itself talks to the asyncpg connection below it.
+The engine is in AUTOCOMMIT, so SQLAlchemy sends no BEGIN, COMMIT or ROLLBACK of its own: the transaction is
+the SDK's.
+
+Invariants:
+- a connection goes back into the pool only after its transaction ended as expected; else it is closed;
+- after its call has ended, a connection that tool code kept runs nothing (closed, or refused by the guard);
+- a tool can't end the transaction through SQLAlchemy or by SQL text; by other means, it is noticed;
+- the DSN never gets into a message.
+
+Not covered: tool code that digs out the asyncpg connection and keeps it. It is bound by PostgreSQL alone,
+which lets a transaction touch only the state that its own `call_begin` bound.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import asyncpg
+from sqlalchemy import event
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError, InvalidatePoolError, InvalidRequestError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from megamcp.errors import MegaMCPError
+from megamcp.sdk.results import CallRefused
+from megamcp.state.statements import check_statement
+
+log = logging.getLogger(__name__)
+
+POOL_WAIT_S = 60.0
+"""Longest wait for a free connection. The call's own deadline is usually shorter: the gateway hangs up."""
+CLOSE_S = 2.0
+_KEY = "megamcp.call"
+_GONE_STATES = ("57P01", "57P02", "57P03", "57P05", "25P03", "25P04")
+
+
+class ToolTransactionError(MegaMCPError):
+    """Tool code tried to end the call's transaction."""
+
+    default_code = "tool_committed"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"The transaction belongs to the call, a tool may not {what} it; nothing of this call was kept.",
+            hint="Return normally to keep the changes, raise to undo them; use db.begin_nested() for a part.",
+        )
+
+
+@dataclass(slots=True)
+class Guarded:
+    """One call's hold on one connection. `spoiled`: the tool tried to end the transaction; its result is an
+    error."""
+
+    driver: Any
+    ended: bool = False
+    spoiled: ToolTransactionError | None = None
+    streamed: bool = False
+
+    def in_transaction(self) -> bool:
+        return not self.driver.is_closed() and bool(self.driver.is_in_transaction())
+
+    def spoil(self, what: str) -> ToolTransactionError:
+        self.spoiled = self.spoiled or ToolTransactionError(what)
+        return self.spoiled
+
+
+@dataclass(slots=True)
+class Lease:
+    """A connection for one call: `db` for the tool, `driver` (asyncpg) for the SDK."""
+
+    db: AsyncConnection
+    driver: Any
+    guard: Guarded
+    keep: bool = field(default=False)
+    """Set when the transaction has ended as it should; without it the connection is closed, not pooled."""
+
+
+class Database:
+    """Raises CallRefused (`database_unavailable`, `no_capacity`) from `lease`."""
+
+    def __init__(self, dsn: str, pool_size: int) -> None:
+        self.pool_size = pool_size
+        self._dsn = dsn
+        self._engine: AsyncEngine = create_async_engine(
+            "postgresql+asyncpg://",
+            async_creator=self._connect,
+            isolation_level="AUTOCOMMIT",
+            pool_size=pool_size,
+            max_overflow=0,
+            pool_timeout=POOL_WAIT_S,
+            hide_parameters=True,
+        )
+        engine = self._engine.sync_engine
+        event.listen(engine, "checkout", _replace_dead)
+        event.listen(engine, "before_cursor_execute", _before_statement)
+        event.listen(engine, "after_cursor_execute", _after_statement)
+        event.listen(engine, "commit", _on_commit)
+        event.listen(engine, "rollback", _on_rollback)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def _connect(self) -> Any:
+        return await asyncpg.connect(
+            self._dsn,
+            timeout=10.0,
+            server_settings={
+                "application_name": "megamcp tool server",
+                # A tool server killed in the middle of a statement must not hold its rollout until the end of
+                # it.
+                "client_connection_check_interval": "1s",
+                "jit": "off",
+            },
+        )
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[Lease]:
+        lease = await self._checkout()
+        try:
+            yield lease
+        finally:
+            lease.guard.ended = True
+            if lease.keep and not lease.guard.streamed and not lease.driver.is_closed():
+                await lease.db.close()
+            else:
+                # Shielded, since this is also the way of a cancelled call; asyncpg first waits for the cancel
+                # request.
+                task = asyncio.create_task(self._discard(lease))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+                await asyncio.shield(task)
+
+    async def _checkout(self) -> Lease:
+        try:
+            db = await self._engine.connect()
+            fairy = await db.get_raw_connection()
+        except PoolTimeout as error:
+            raise CallRefused(
+                "no_capacity",
+                f"All {self.pool_size} database connections of the tool server are busy.",
+                rpc=-32005,
+            ) from error
+        except Exception as error:
+            if not is_lost(error):
+                raise
+            raise unavailable("The tool server can't reach its database.", error) from error
+        driver: Any = fairy.driver_connection
+        guard = Guarded(driver)
+        fairy.info[_KEY] = guard
+        return Lease(db, driver, guard)
+
+    async def _discard(self, lease: Lease) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_S * 2):
+                if not lease.driver.is_closed():
+                    await lease.driver.close(timeout=CLOSE_S)
+        except Exception:  # whatever is wrong with it, it must not come back
+            log.debug("a connection could not be closed in order", exc_info=True)
+        lease.driver.terminate()
+        try:
+            await lease.db.invalidate()
+            await lease.db.close()
+        except Exception:
+            log.debug("a connection could not be returned in order", exc_info=True)
+
+    async def aclose(self) -> None:
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=CLOSE_S)
+        await self._engine.dispose()
+
+
+def unavailable(message: str, error: BaseException | None, **data: Any) -> CallRefused:
+    log.warning("%s (%s)", message, type(error).__name__ if error else "connection closed")
+    return CallRefused("database_unavailable", message, rpc=-32007, **data)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the connection, not the statement, failed."""
+    seen: BaseException | None = error
+    while seen is not None:
+        state = getattr(seen, "sqlstate", None)
+        if isinstance(state, str) and (state[:2] == "08" or state in _GONE_STATES or state == "53300"):
+            return True
+        if isinstance(seen, OSError | asyncpg.InternalClientError | asyncpg.CannotConnectNowError):
+            return True
+        if isinstance(seen, asyncpg.InterfaceError) and "closed" in str(seen):
+            return True
+        if isinstance(seen, DBAPIError) and seen.connection_invalidated:
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def _replace_dead(dbapi_connection: Any, record: Any, proxy: Any) -> None:
+    # asyncpg notices a closed socket by itself, so this costs nothing. If one is dead, its elders are
+    # suspect.
+    if dbapi_connection.driver_connection.is_closed():
+        raise InvalidatePoolError("connection closed")
+
+
+def _guard(connection: Connection) -> Guarded:
+    guard = connection.info.get(_KEY)
+    if not isinstance(guard, Guarded) or guard.ended:
+        raise InvalidRequestError("`db` belongs to one call and that call has ended; it can't be kept.")
+    return guard
+
+
+def _before_statement(
+    connection: Connection, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
+) -> None:
+    guard = _guard(connection)
+    if guard.spoiled:
+        raise guard.spoiled
+    if not guard.in_transaction() and not guard.driver.is_closed():
+        raise guard.spoil("end")
+    if context is not None and context.execution_options.get("stream_results"):
+        guard.streamed = True
+    check_statement(statement, savepoints=True)
+
+
+def _after_statement(
+    connection: Connection, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
+) -> None:
+    guard = connection.info.get(_KEY)
+    if isinstance(guard, Guarded) and not guard.ended and not guard.in_transaction():
+        guard.spoil("end")
+
+
+def _on_commit(connection: Connection) -> None:
+    raise _guard(connection).spoil("commit")
+
+
+def _on_rollback(connection: Connection) -> None:
+    guard = connection.info.get(_KEY)
+    if isinstance(guard, Guarded) and not guard.ended:
+        raise guard.spoil("roll back")

@@ -1,0 +1,240 @@
+"""`Server`: a tool server's tools, and the ASGI application that serves them.
+
+Holds the registry and runs one tool for one call; the exactly-once protocol is `calls`, the wire is
+`endpoint`. A server object has no connection and no loop of its own: it can be imported anywhere and served
+many times.
+"""
+
+import functools
+import inspect
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import anyio.to_thread
+import msgspec
+from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
+
+from megamcp.sdk.database import Lease
+from megamcp.sdk.inject import Clock, Context, Random
+from megamcp.sdk.results import Outcome, failure, from_exception, invalid_arguments, success
+from megamcp.sdk.signature import Injected, Signature, ToolSignatureError, read_signature
+
+if TYPE_CHECKING:
+    from megamcp.sdk.endpoint import ToolApp
+
+log = logging.getLogger(__name__)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool: what is advertised, and how it runs."""
+
+    name: str
+    function: Callable[..., Any]
+    signature: Signature
+    read_only: bool
+    title: str | None
+    description: str
+    annotations: Mapping[str, Any]
+
+    @property
+    def needs_state(self) -> bool:
+        return Injected.DB in self.signature.injected.values()
+
+    def advertised(self) -> dict[str, Any]:
+        """Its entry in `tools/list`."""
+        entry: dict[str, Any] = {"name": self.name}
+        if self.title:
+            entry["title"] = self.title
+        if self.description:
+            entry["description"] = self.description
+        entry["inputSchema"] = self.signature.input_schema
+        if self.signature.output_schema is not None:
+            entry["outputSchema"] = self.signature.output_schema
+        entry["annotations"] = dict(self.annotations)
+        return entry
+
+    def parse(self, raw: bytes) -> dict[str, Any] | Outcome:
+        """The arguments as the function takes them, or the tool error that names every problem."""
+        adapter = self.signature.arguments
+        try:
+            return {**self.signature.defaults, **adapter.validate_json(raw, strict=True)}
+        except ValidationError as error:
+            integral = _integral(raw, error)
+            if integral is None:
+                return invalid_arguments(self.name, error)
+        try:
+            return {**self.signature.defaults, **adapter.validate_json(integral, strict=True)}
+        except ValidationError as error:
+            return invalid_arguments(self.name, error)
+
+    async def run(
+        self,
+        arguments: dict[str, Any],
+        *,
+        lease: Lease | None,
+        clock: Clock,
+        random: Random,
+        context: Context,
+    ) -> Outcome:
+        """Every exception of the tool becomes an outcome; only cancellation passes."""
+        for name, kind in self.signature.injected.items():
+            match kind:
+                case Injected.DB:
+                    assert lease is not None  # endpoint refuses such a call before
+                    arguments[name] = lease.db
+                case Injected.CLOCK:
+                    arguments[name] = clock
+                case Injected.RANDOM:
+                    arguments[name] = random
+                case Injected.CONTEXT:
+                    arguments[name] = context
+        try:
+            if self.signature.is_async:
+                value = await self.function(**arguments)
+            else:
+                bound = functools.partial(self.function, **arguments)
+                value = await anyio.to_thread.run_sync(bound, abandon_on_cancel=True)
+        except Exception as error:
+            outcome, expected = from_exception(error)
+            if not expected:
+                log.error("tool %s raised", self.name, exc_info=error)
+            return outcome
+        try:
+            return success(value, self.signature.output, self.signature.wraps)
+        except (ValidationError, PydanticSerializationError, ValueError) as error:
+            log.error("tool %s returned what its return type forbids", self.name, exc_info=error)
+            return failure("invalid_result", f"Tool {self.name} returned what its output schema forbids.")
+
+
+class Server:
+    """A tool server: `server = Server("retail")`, then `@server.tool` on typed functions.
+
+    `instructions` tell an agent how the tools belong together. `version` is the tool server's own.
+    """
+
+    def __init__(self, name: str, instructions: str | None = None, version: str | None = None) -> None:
+        if not name:
+            raise ValueError("a tool server needs a name")
+        self.name = name
+        self.instructions = instructions
+        self.version = version or "0"
+        self._tools: dict[str, Tool] = {}
+
+    @property
+    def tools(self) -> Mapping[str, Tool]:
+        """By name, in the order of their definition, which is the order agents see."""
+        return MappingProxyType(self._tools)
+
+    @overload
+    def tool(self, function: Function, /) -> Function: ...
+
+    @overload
+    def tool(
+        self,
+        *,
+        read_only: bool = False,
+        destructive: bool | None = None,
+        idempotent: bool | None = None,
+        open_world: bool | None = None,
+        title: str | None = None,
+        name: str | None = None,
+        description: str | None = None,
+    ) -> Callable[[Function], Function]: ...
+
+    def tool(
+        self,
+        function: Any = None,
+        /,
+        *,
+        read_only: bool = False,
+        destructive: bool | None = None,
+        idempotent: bool | None = None,
+        open_world: bool | None = None,
+        title: str | None = None,
+        name: str | None = None,
+        description: str | None = None,
+    ) -> Any:
+        """Makes a function a tool and returns it unchanged.
+
+        `read_only` tools run in parallel, in READ ONLY transactions. The other flags are MCP's hints for
+        agents. Raises ToolSignatureError for a function that can't be one, and for a name that is taken.
+        """
+
+        def add(function: Function) -> Function:
+            tool_name = name or function.__name__
+            if not _NAME.fullmatch(tool_name):
+                raise ToolSignatureError(
+                    f"{tool_name!r} is no tool name: 1-128 of letters, digits, '_', '-', '.'"
+                )
+            if tool_name in self._tools:
+                taken = self._tools[tool_name].function
+                raise ToolSignatureError(
+                    f"tool {tool_name!r} is defined twice ({inspect.getfile(taken)}, {taken.__qualname__})"
+                )
+            if read_only and destructive:
+                raise ToolSignatureError(
+                    f"tool {tool_name!r}: read_only and destructive contradict each other"
+                )
+            signature = read_signature(function, tool_name)
+            if read_only and Injected.RANDOM in signature.injected.values():
+                raise ToolSignatureError(
+                    f"tool {tool_name!r}: a draw from Random is a write, so it can't be read_only"
+                )
+            hints = {
+                "title": title,
+                "readOnlyHint": read_only,
+                "destructiveHint": destructive,
+                "idempotentHint": idempotent,
+                "openWorldHint": open_world,
+            }
+            self._tools[tool_name] = Tool(
+                name=tool_name,
+                function=function,
+                signature=signature,
+                read_only=read_only,
+                title=title,
+                description=signature.description if description is None else description,
+                annotations={key: value for key, value in hints.items() if value is not None},
+            )
+            return function
+
+        return add if function is None else add(function)
+
+    def asgi_app(self, dsn: str | None = None, *, pool_size: int = 8) -> "ToolApp":
+        """MCP at `/mcp`, as an ASGI application for the running loop. `aclose()` it, or let its lifespan do
+        so."""
+        from megamcp.sdk.endpoint import ToolApp
+
+        return ToolApp(self, dsn=dsn, pool_size=pool_size)
+
+
+def _integral(raw: bytes, error: ValidationError) -> bytes | None:
+    """JSON Schema calls 5.0 an integer, strict validation doesn't: the arguments with such numbers as
+    integers."""
+    problems = error.errors(include_url=False, include_context=False)
+    floats = [
+        item["loc"]
+        for item in problems
+        if item["type"] == "int_type" and isinstance(item["input"], float) and item["input"].is_integer()
+    ]
+    if not floats or len(floats) != len(problems):
+        return None
+    arguments: Any = msgspec.json.decode(raw)
+    for *path, last in floats:
+        target = arguments
+        try:
+            for step in path:
+                target = target[step]
+            target[last] = int(target[last])
+        except (LookupError, TypeError):
+            return None  # a location inside a union names its member, which is no key
+    return msgspec.json.encode(arguments)
