@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from megamcp.postgres import layout
 
 _log = logging.getLogger(__name__)
 
+_CLAIM_PATIENCE: Final = 0.5  # seconds; a gateway that was just killed holds its lock while its memory goes
 _STOP_PATIENCE: Final = 60.0  # seconds; the supervisor itself uses force after 30
 _GIVE_UP_AFTER: Final = 3  # supervisors that died before PostgreSQL ran
 _LARGE_MEMORY: Final = 8 << 30  # bytes of a machine that can spare more for PostgreSQL
@@ -140,7 +142,7 @@ class EmbeddedPostgres:
                 f"PostgreSQL in {self.data_dir} was started already.", code="already_started"
             )
         programs = layout.binaries()
-        self._claim = layout.claim(self.data_dir)
+        self._claim = await self._claim_folder()
         self._stop_asked.clear()
         self._failure, self._generation = None, 0
         self._watcher = asyncio.create_task(self._watch(programs), name="embedded-postgres")
@@ -149,6 +151,16 @@ class EmbeddedPostgres:
         except BaseException:
             await self.stop()
             raise
+
+    async def _claim_folder(self) -> layout.Claim:
+        deadline = time.monotonic() + _CLAIM_PATIENCE
+        while True:
+            try:
+                return layout.claim(self.data_dir)
+            except errors.Conflict as conflict:
+                if time.monotonic() > deadline or conflict.extra["pid"] == os.getpid():
+                    raise
+            await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
         """Fast shutdown: open transactions are rolled back, connections closed. No-op when not started."""

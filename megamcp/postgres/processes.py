@@ -23,7 +23,7 @@ class StopRequested(Exception):
 
 
 class Processes:
-    """The one poll loop. `ended` maps a reaped child's pid to its exit code, or minus the signal that killed it.
+    """The one poll loop. `ended` maps a reaped child's pid to its exit code, or minus its signal.
 
     It's about the children since the last `spawn`: pids come round again.
     """
