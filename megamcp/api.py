@@ -49,7 +49,8 @@ def services(request: Request) -> Services:
 
 
 async def authorised(
-    request: Request, authorization: Annotated[str | None, Header(description="`Bearer <MEGAMCP_API_KEY>`, when one is set.")] = None
+    request: Request,
+    authorization: Annotated[str | None, Header(description="`Bearer <MEGAMCP_API_KEY>`, when one is set.")] = None,
 ) -> None:
     """Raises `Unauthorized` when an API key is set and this isn't it."""
     key = services(request).settings.api_key
@@ -94,7 +95,12 @@ async def load_environment(s: S, body: t.LoadEnvironment) -> t.Environment:
 async def open_rollouts(s: S, request: Request, body: t.OpenRollouts) -> t.Rollouts:
     """Each one has a URL for any MCP client, and a state of its own that starts as the environment's."""
     rows = await s.rollouts.open(
-        body.environment, count=body.count, group=body.group, ttl_s=body.ttl_s, seed=body.seed, labels=body.labels
+        body.environment,
+        count=body.count,
+        group=body.group,
+        ttl_s=body.ttl_s,
+        seed=body.seed,
+        labels=body.labels,
     )
     return t.Rollouts(rollouts=[rollout_view(row, s, request) for row in rows])
 
@@ -177,12 +183,19 @@ async def pin_checkpoint(s: S, checkpoint: CheckpointId, body: t.Pin) -> t.Check
     return checkpoint_view(await s.rollouts.pin(checkpoint, body.owner, body.ttl_s))
 
 
-@router.delete("/checkpoints/{checkpoint}/pin/{owner}", tags=["checkpoints"], summary="Let go of a pin", status_code=204)
+@router.delete(
+    "/checkpoints/{checkpoint}/pin/{owner}", tags=["checkpoints"], summary="Let go of a pin", status_code=204
+)
 async def unpin_checkpoint(s: S, checkpoint: CheckpointId, owner: str) -> None:
     await s.rollouts.unpin(checkpoint, owner)
 
 
-@router.post("/checkpoints/{checkpoint}/fork", tags=["checkpoints"], summary="Fork rollouts from a checkpoint", status_code=201)
+@router.post(
+    "/checkpoints/{checkpoint}/fork",
+    tags=["checkpoints"],
+    summary="Fork rollouts from a checkpoint",
+    status_code=201,
+)
 async def fork(s: S, request: Request, checkpoint: CheckpointId, body: t.Fork | None = None) -> t.Rollouts:
     """New rollouts that start from this point and share nothing that either may change."""
     body = body or t.Fork()
@@ -253,7 +266,10 @@ async def events(
     rows = await s.store.rows(sql.EVENTS, rollout, after, limit + 1)
     page = rows[:limit]
     return _json(
-        {"events": [event_document(row) for row in page], "next_after": page[-1]["seq"] if len(rows) > limit else None}
+        {
+            "events": [event_document(row) for row in page],
+            "next_after": page[-1]["seq"] if len(rows) > limit else None,
+        }
     )
 
 
@@ -263,7 +279,11 @@ async def _follow(s: Services, rollout: str, after: int) -> AsyncIterator[bytes]
         rows = await s.store.rows(sql.EVENTS, rollout, after, 100)
         for row in rows:
             after = row["seq"]
-            yield b"id: %d\nevent: %b\ndata: %b\n\n" % (after, row["kind"].encode(), msgspec.json.encode(event_document(row)))
+            yield b"id: %d\nevent: %b\ndata: %b\n\n" % (
+                after,
+                row["kind"].encode(),
+                msgspec.json.encode(event_document(row)),
+            )
         if rows:
             quiet = 0.0
             continue
@@ -286,12 +306,22 @@ async def score(s: S, rollout: RolloutId, body: t.Score) -> t.Event:
 # -- the agent's view ---------------------------------------------------------------------------------------------
 
 
-@router.get("/rollouts/{rollout}/tools", tags=["tools"], summary="The tools as the agent sees them", response_model=t.Tools)
+@router.get(
+    "/rollouts/{rollout}/tools",
+    tags=["tools"],
+    summary="The tools as the agent sees them",
+    response_model=t.Tools,
+)
 async def tools(s: S, rollout: RolloutId) -> Response:
     return Response(b'{"tools":[%b]}' % b",".join(await s.dataplane.tools(rollout)), media_type="application/json")
 
 
-@router.post("/rollouts/{rollout}/call", tags=["tools"], summary="Call a tool as the agent would", response_model=dict[str, Any])
+@router.post(
+    "/rollouts/{rollout}/call",
+    tags=["tools"],
+    summary="Call a tool as the agent would",
+    response_model=dict[str, Any],
+)
 async def call(s: S, rollout: RolloutId, body: t.Call) -> Response:
     """The same path as MCP's `tools/call`; the answer is MCP's `CallToolResult`."""
     arguments = msgspec.json.encode(body.arguments)
@@ -324,21 +354,17 @@ def environment_view(loaded: LoadedEnvironment) -> t.Environment:
 def rollout_view(row: asyncpg.Record, s: Services, request: Request) -> t.Rollout:
     """A rollout as the wire shows it."""
     public = s.settings.public_url or str(request.base_url)
+    names = "id group turn depth seq status parent_checkpoint checkpoint seed labels created_at expires_at"
     return t.Rollout(
         url=f"{public.rstrip('/')}/r/{row['id']}/mcp",
         environment=row["environment_name"],
-        **{
-            name: row[name]
-            for name in (
-                "id group turn depth seq status parent_checkpoint checkpoint seed labels created_at expires_at".split()
-            )
-        },
+        **{name: row[name] for name in names.split()},
     )
 
 
 def checkpoint_view(row: asyncpg.Record) -> t.Checkpoint:
     """A checkpoint as the wire shows it."""
-    names = "id rollout parent turn depth seq digest label pins created_at expires_at".split()
+    names = ["id", "rollout", "parent", "turn", "depth", "seq", "digest", "label", "pins", "created_at", "expires_at"]
     return t.Checkpoint(environment=row["environment_name"], **{name: row[name] for name in names})
 
 
@@ -388,7 +414,10 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
-            return problem(NotFound(f"There is nothing at {request.url.path}.", code="no_such_path", hint="See /docs."), request)
+            return problem(
+                NotFound(f"There is nothing at {request.url.path}.", code="no_such_path", hint="See /docs."),
+                request,
+            )
         known = MegaMCPError(str(error.detail), code="method_not_allowed" if error.status_code == 405 else "http_error")
         body = json.dumps({**known.problem(request.url.path), "status": error.status_code}).encode()
         return Response(body, error.status_code, dict(error.headers or {}), media_type="application/problem+json")

@@ -8,12 +8,13 @@ answered with 503 until it is back.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
 from fastapi import FastAPI, Request, Response
+from starlette.types import Receive, Scope, Send
 
 from megamcp import __version__
 from megamcp.api import add_error_handlers, router
@@ -24,10 +25,6 @@ from megamcp.services import Services, start_services
 from megamcp.settings import Settings
 
 log = logging.getLogger(__name__)
-
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 AGENT_PATHS = ("/r/", "/e/", "/mcp")
 START_PATIENCE_S = 30
@@ -68,7 +65,7 @@ def create_app(settings: Settings | None = None) -> Gateway:
         version=__version__,
         summary="An MCP gateway that gives every rollout its own state.",
         description=(
-            "Open a rollout, point any MCP client at its `url`, and checkpoint, fork, roll back and diff its state here. "
+            "Open a rollout, point any MCP client at its `url`; checkpoint, fork, roll back and diff its state here. "
             "Errors are RFC 9457 documents with a stable `code`."
         ),
         lifespan=lifespan,
@@ -87,7 +84,12 @@ def add_health(app: FastAPI) -> None:
     async def healthz() -> dict[str, str]:
         return {"status": "ok", "version": __version__}
 
-    @app.get("/readyz", tags=["health"], summary="The database answers", responses={503: {"description": "It doesn't."}})
+    @app.get(
+        "/readyz",
+        tags=["health"],
+        summary="The database answers",
+        responses={503: {"description": "It doesn't."}},
+    )
     async def readyz(request: Request, response: Response) -> dict[str, Any]:
         services: Services = request.app.state.services
         try:
@@ -95,7 +97,11 @@ def add_health(app: FastAPI) -> None:
         except (MegaMCPError, asyncpg.PostgresError, OSError, TimeoutError) as error:
             response.status_code = 503
             return {"status": "unavailable", "database": str(error) or type(error).__name__}
-        return {"status": "ok", "environments": [e.full_name for e in environments], "rollouts": services.rollouts.open_count}
+        return {
+            "status": "ok",
+            "environments": [e.full_name for e in environments],
+            "rollouts": services.rollouts.open_count,
+        }
 
 
 async def prepare(settings: Settings, dsn: str) -> None:

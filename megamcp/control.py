@@ -39,7 +39,9 @@ from megamcp.store import Store
 log = logging.getLogger(__name__)
 
 CANCELLATIONS = "megamcp_cancellations"
-_CANCELLED = b'{"content":[{"type":"text","text":"The call was ended before it was done; nothing was changed."}],"isError":true}'
+_CANCELLED = (
+    b'{"content":[{"type":"text","text":"The call was ended before it was done; nothing was changed."}],"isError":true}'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,9 @@ class Instance:
         while True:
             try:
                 lost = asyncio.Event()
-                self._connection = await asyncpg.connect(self._dsn, server_settings={"application_name": "megamcp instance"})
+                self._connection = await asyncpg.connect(
+                    self._dsn, server_settings={"application_name": "megamcp instance"}
+                )
                 self._connection.add_termination_listener(lambda _, lost=lost: lost.set())
                 self.owner = secrets.randbits(62) + 1
                 await self._connection.execute("select pg_advisory_lock($1)", self.owner)
@@ -232,7 +236,8 @@ class Control:
                     await self._store.value(sql.LOSE_INTENTS)
                     if left <= 0:
                         raise DeadlineExceeded(
-                            "The first call with this idempotency key is still running.", code="deadline_exceeded"
+                            "The first call with this idempotency key is still running.",
+                            code="deadline_exceeded",
                         )
                     await asyncio.sleep(0.05)
                 case _:
@@ -253,7 +258,9 @@ class Control:
         return intent.id
 
     async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:
-        await self._store.value("select pg_notify($1, $2)", CANCELLATIONS, json.dumps([rollout_id, session, request_id]))
+        await self._store.value(
+            "select pg_notify($1, $2)", CANCELLATIONS, json.dumps([rollout_id, session, request_id])
+        )
 
 
 def role_dsn(dsn: str, role: str, password: str) -> str:
@@ -268,5 +275,3 @@ def _with_path(environ: Mapping[str, str], loaded: LoadedEnvironment) -> dict[st
 
     known = os.environ.get("PYTHONPATH")
     return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(loaded.folder), known)))}
-
-

@@ -1,7 +1,7 @@
 """Environments: read `environment.toml` (or `mcp.json`), name the version by content, load it once.
 
 A version is its definition and the text of its files; loading the same content again costs a query. This module owns
-what an environment *is*. The state of its servers is loaded by `megamcp.state`, its processes are run by the data plane.
+what an environment *is*: its servers' state is loaded by `megamcp.state`, their processes are run by the data plane.
 """
 
 import hashlib
@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import asyncpg
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from megamcp import state
 from megamcp.errors import NotFound, Unprocessable
@@ -79,7 +87,8 @@ class EnvironmentConfig(_Config):
 
     name: str = Field(pattern=NAME.pattern)
     clock: AwareDatetime = Field(
-        default_factory=lambda: datetime.fromisoformat("2026-01-01T00:00:00+00:00"), description="What now() says."
+        default_factory=lambda: datetime.fromisoformat("2026-01-01T00:00:00+00:00"),
+        description="What now() says.",
     )
     seed: int = Field(0, ge=-(2**63), lt=2**63)
     servers: dict[str, ServerConfig] = Field(min_length=1)
@@ -216,7 +225,10 @@ def _files(folder: Path, config: EnvironmentConfig) -> dict[str, str]:
 
 def _invalid(file: Path, reason: str, **extra: Any) -> Unprocessable:
     return Unprocessable(
-        f"{file.name}: {reason}", code="invalid_environment", hint="See docs/environments.md for the format.", **extra
+        f"{file.name}: {reason}",
+        code="invalid_environment",
+        hint="See docs/environments.md for the format.",
+        **extra,
     )
 
 
@@ -232,7 +244,9 @@ class Environments:
         """Load a version, all of it or nothing; a version that is there already is returned as it is."""
         source = read(path)
         async with self._store.transaction() as connection:
-            await connection.execute("select pg_advisory_xact_lock(hashtextextended('environment ' || $1, 7726))", source.hash)
+            await connection.execute(
+                "select pg_advisory_xact_lock(hashtextextended('environment ' || $1, 7726))", source.hash
+            )
             found = await connection.fetchrow(ENVIRONMENT, source.config.name, source.hash)
             identifier = found["id"] if found else await self._insert(connection, source, progress)
             if found:
@@ -247,7 +261,8 @@ class Environments:
     async def _insert(self, connection: asyncpg.Connection, source: Source, progress: Progress | None) -> int:
         config = source.config
         identifier: int = await connection.fetchval(
-            "insert into megamcp.environments (name, hash, definition, clock, seed) values ($1, $2, $3, $4, $5) returning id",
+            "insert into megamcp.environments (name, hash, definition, clock, seed)"
+            " values ($1, $2, $3, $4, $5) returning id",
             config.name,
             source.hash,
             _definition(source),
@@ -304,7 +319,8 @@ class Environments:
         if row is None:
             raise NotFound(f"There is no environment number {identifier}.", code="environment_not_found")
         servers = await self._store.rows(
-            "select name, descriptor from megamcp.servers where environment = $1 order by position", identifier
+            "select name, descriptor from megamcp.servers where environment = $1 order by position",
+            identifier,
         )
         config = EnvironmentConfig.model_validate(row["definition"]["config"])
         loaded = LoadedEnvironment(
@@ -334,7 +350,10 @@ class Environments:
 
 def _definition(source: Source) -> dict[str, Any]:
     adapter = TypeAdapter(EnvironmentConfig)
-    return {"folder": str(source.folder), "config": adapter.dump_python(source.config, mode="json", by_alias=True)}
+    return {
+        "folder": str(source.folder),
+        "config": adapter.dump_python(source.config, mode="json", by_alias=True),
+    }
 
 
 def bundled() -> list[Path]:

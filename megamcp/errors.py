@@ -29,9 +29,7 @@ class MegaMCPError(Exception):
     jsonrpc: ClassVar[int] = -32603
     default_code: ClassVar[str] = "internal"
 
-    def __init__(
-        self, message: str, *, code: str | None = None, hint: str | None = None, **extra: Any
-    ) -> None:
+    def __init__(self, message: str, *, code: str | None = None, hint: str | None = None, **extra: Any) -> None:
         super().__init__(message)
         self.message = message
         self.code = code or self.default_code

@@ -67,9 +67,9 @@ class Signer:
     ) -> str:
         """A handle for one call, valid until `deadline` (Unix time in seconds). `request` is the call's fingerprint."""
         key = "" if idempotency_key is None else idempotency_key.encode().hex()
-        signed = (
-            f"v1.{rollout}.{server}.{epoch}.{mode}.{(nonce or uuid.uuid4()).hex}.{int(deadline * 1000)}.{key}.{request.hex()}.{point}"
-        )
+        single_use = (nonce or uuid.uuid4()).hex
+        fields = (rollout, server, epoch, mode, single_use, int(deadline * 1000), key, request.hex(), point)
+        signed = ".".join(("v1", *map(str, fields)))
         mac = hmac.digest(self.secret, signed.encode(), "sha256")
         return f"{signed}.{mac.hex()}"
 

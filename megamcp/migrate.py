@@ -31,7 +31,11 @@ def migrations_folder() -> Path:
 def fingerprint() -> str:
     """Hash of everything that migrating would apply."""
     digest = hashlib.sha256()
-    for path in [*sorted(migrations_folder().rglob("*.py")), *sorted(migrations_folder().rglob("*.sql")), *FUNCTIONS]:
+    for path in [
+        *sorted(migrations_folder().rglob("*.py")),
+        *sorted(migrations_folder().rglob("*.sql")),
+        *FUNCTIONS,
+    ]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -64,7 +68,9 @@ async def _check_rights(connection: asyncpg.Connection) -> None:
         "select rolsuper or rolcreaterole as roles, has_database_privilege(current_database(), 'create') as schemas"
         " from pg_roles where rolname = current_user"
     )
-    missing = [name for name, right in (("CREATEROLE", "roles"), ("CREATE on the database", "schemas")) if not rights[right]]
+    missing = [
+        name for name, right in (("CREATEROLE", "roles"), ("CREATE on the database", "schemas")) if not rights[right]
+    ]
     if missing:
         raise Unprocessable(
             f"The login of MEGAMCP_DATABASE_URL lacks {' and '.join(missing)}.",

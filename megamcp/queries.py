@@ -88,7 +88,10 @@ class Queries:
                 if (error.sqlstate or "")[:2] in ("57", "08"):
                     raise
                 raise Unprocessable(
-                    f"The query failed: {error}", code="query_failed", sqlstate=error.sqlstate, hint=error.hint
+                    f"The query failed: {error}",
+                    code="query_failed",
+                    sqlstate=error.sqlstate,
+                    hint=error.hint,
                 ) from error
         columns = [attribute.name for attribute in statement.get_attributes()]
         return columns, [[plain(value) for value in row.values()] for row in rows[:limit]], len(rows) > limit

@@ -9,7 +9,8 @@ import asyncio
 import logging
 from datetime import timedelta
 
-from megamcp import state, store as sql
+from megamcp import state
+from megamcp import store as sql
 from megamcp.environments import Environments
 from megamcp.errors import MegaMCPError
 from megamcp.rollouts import Rollouts
@@ -45,14 +46,14 @@ class Reaper:
         """One round; gives what was done, by step."""
         self._rollouts.open_count = await self._store.value(sql.COUNT_OPEN)
         done = {"rollouts": await self._end_rollouts()}
-        steps = {
-            "intents": (sql.LOSE_INTENTS,),
-            "leases": (sql.RELEASE_EXPIRED_CHECKPOINTS, BATCH),
-            "checkpoints": (sql.COLLECT_CHECKPOINTS, BATCH),
-            "journals": (sql.DROP_JOURNALS, timedelta(days=self._settings.journal_days), BATCH),
-            "blobs": (sql.DROP_BLOBS, self._settings.blob_bytes),
+        steps: dict[str, tuple[str, tuple[object, ...]]] = {
+            "intents": (sql.LOSE_INTENTS, ()),
+            "leases": (sql.RELEASE_EXPIRED_CHECKPOINTS, (BATCH,)),
+            "checkpoints": (sql.COLLECT_CHECKPOINTS, (BATCH,)),
+            "journals": (sql.DROP_JOURNALS, (timedelta(days=self._settings.journal_days), BATCH)),
+            "blobs": (sql.DROP_BLOBS, (self._settings.blob_bytes,)),
         }
-        for name, (query, *arguments) in steps.items():
+        for name, (query, arguments) in steps.items():
             done[name] = await self._step(name, query, arguments)
         done["layers"] = await self._discard_layers()
         return done
@@ -61,7 +62,7 @@ class Reaper:
         expired = await self._store.rows(sql.EXPIRED_ROLLOUTS, BATCH)
         return sum([await self._rollouts.close(row["id"], "expired") for row in expired])
 
-    async def _step(self, name: str, query: str, arguments: list[object]) -> int:
+    async def _step(self, name: str, query: str, arguments: tuple[object, ...]) -> int:
         async with self._store.transaction() as connection:
             if not await connection.fetchval("select pg_try_advisory_xact_lock(hashtextextended($1, 7728))", name):
                 return 0
@@ -82,5 +83,3 @@ class Reaper:
                         await state.discard(connection, server.schema, layers)
                 await connection.execute(sql.FORGET_LAYERS, layers)
             return sum(map(len, dead.values()))
-
-

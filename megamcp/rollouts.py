@@ -18,7 +18,8 @@ from typing import Any
 
 import asyncpg
 
-from megamcp import state, store as sql
+from megamcp import state
+from megamcp import store as sql
 from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
 from megamcp.errors import BadRequest, Conflict, DeadlineExceeded, Gone, NoCapacity, NotFound
 from megamcp.handles import new_id
@@ -248,9 +249,7 @@ class Rollouts:
         return seq
 
     @asynccontextmanager
-    async def _alone(
-        self, rollout: str, patience_s: float
-    ) -> AsyncIterator[tuple[asyncpg.Connection, asyncpg.Record]]:
+    async def _alone(self, rollout: str, patience_s: float) -> AsyncIterator[tuple[asyncpg.Connection, asyncpg.Record]]:
         """The open rollout, locked against calls and other moves until the transaction ends."""
         for attempt in range(_END_TRIES):
             wait = max(patience_s, 0.001) if attempt == 0 else 0.05

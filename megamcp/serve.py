@@ -85,9 +85,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def configure_logging(level: str) -> None:
-    """Lines on stderr. Nothing that is logged holds a secret: DSNs, handles and keys are never arguments of a log call."""
+    """Lines on stderr. No secret is ever logged: DSNs, handles and keys are never arguments of a log call."""
     logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr, force=True
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+        force=True,
     )
     logging.getLogger("alembic").setLevel(logging.WARNING)
 
@@ -114,7 +117,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop on a signal and leave it at that: raising it again would end the process before PostgreSQL is stopped."""
+        """Stop on a signal; raising it again, as uvicorn does, would end the process before PostgreSQL stops."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -158,8 +161,8 @@ class _Workers:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stopping.set)
         async with asyncio.TaskGroup() as group:
-            for number in range(self._settings.workers):
-                group.create_task(self._keep(number))
+            for worker_number in range(self._settings.workers):
+                group.create_task(self._keep(worker_number))
             log.info("%s %s (%d workers)", READY, address(self._listener), self._settings.workers)
 
     async def _keep(self, number: int) -> None:

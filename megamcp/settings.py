@@ -23,7 +23,8 @@ class Settings(BaseSettings):
         None, description="DSN of a PostgreSQL 18 of your own. Unset: an embedded one in `data_dir`."
     )
     data_dir: Path = Field(
-        default_factory=default_data_dir, description="Folder of the embedded PostgreSQL and of run-time files."
+        default_factory=default_data_dir,
+        description="Folder of the embedded PostgreSQL and of run-time files.",
     )
     host: str = Field("127.0.0.1", description="Address that `megamcp serve` listens on.")
     port: int = Field(8600, ge=0, le=65535, description="Port that `megamcp serve` listens on; 0 takes a free one.")
@@ -32,10 +33,12 @@ class Settings(BaseSettings):
     )
     workers: int = Field(1, ge=1, le=64, description="Gateway processes. Every lock is in PostgreSQL.")
     api_key: SecretStr | None = Field(
-        None, description="When set, `/v1` wants `Authorization: Bearer <key>`. Rollout URLs are their own secret."
+        None,
+        description="When set, `/v1` wants `Authorization: Bearer <key>`. Rollout URLs are their own secret.",
     )
     environments: list[Path] = Field(
-        default_factory=list, description="Environment folders (JSON list) to load at start, besides the bundled ones."
+        default_factory=list,
+        description="Environment folders (JSON list) to load at start, besides the bundled ones.",
     )
     bundled_environments: bool = Field(True, description="Load the bundled environments at start.")
 

@@ -1,7 +1,8 @@
 """Every query on the control plane's tables, each with a name and a sentence over it.
 
 A `Store` owns the process's connection pool. It turns PostgreSQL's errors into this project's tree at one place
-(`translated`), holds no state besides the pool, and decides nothing: when to fork, lock or reap is said in `rollouts.py`.
+(`translated`), holds no state besides the pool, and decides nothing:
+when to fork, lock or reap is said in `rollouts.py`.
 """
 
 import json
@@ -29,8 +30,8 @@ from megamcp.errors import (
 ROLLOUT = """r.id, r.environment, e.name || '@' || e.hash as environment_name, r."group", r.status, r.parent_checkpoint,
     r.checkpoint, r.layer, r.seq, r.epoch, r.turn, r.depth, r.dirty, r.seed, r.labels, r.created_at, r.expires_at"""
 
-CHECKPOINT = """c.id, c.rollout, c.environment, e.name || '@' || e.hash as environment_name, c.parent, c.turn, c.depth, c.seq,
-    c.epoch, c.chain, c.layer, c.sums, c.digest, c.label, c.seed, c.created_at, c.expires_at,
+CHECKPOINT = """c.id, c.rollout, c.environment, e.name || '@' || e.hash as environment_name, c.parent, c.turn,
+    c.depth, c.seq, c.epoch, c.chain, c.layer, c.sums, c.digest, c.label, c.seed, c.created_at, c.expires_at,
     array(select p.owner from megamcp.pins p where p.checkpoint = c.id and p.expires_at > clock_timestamp()
           order by p.owner) as pins"""
 
@@ -101,8 +102,8 @@ select count(*) from ended"""
 
 # Publishes a checkpoint and moves the rollout's head onto a fresh layer, unless the old one holds nothing.
 PUBLISH_CHECKPOINT = """with made as (
-    insert into megamcp.checkpoints (id, rollout, environment, parent, turn, depth, seq, epoch, chain, layer, sums, digest,
-                                     label, seed, expires_at)
+    insert into megamcp.checkpoints (id, rollout, environment, parent, turn, depth, seq, epoch, chain, layer, sums,
+                                     digest, label, seed, expires_at)
     select $2, r.id, r.environment, r.checkpoint, coalesce($3, r.turn + 1), r.depth + 1, r.seq, r.epoch,
            $4::bigint[], $5, $6::jsonb, $7, $8, r.seed, clock_timestamp() + $9
       from megamcp.rollouts r where r.id = $1
@@ -173,8 +174,8 @@ EVENTS = """with recursive line(id, parent, first, last) as (
     select p.id, p.parent_rollout, p.start_seq, l.first
       from line l join megamcp.rollouts p on p.id = l.parent
 )
-select v.rollout, v.seq, v.kind, v.at, v.data, v.server, v.tool, v.arguments, v.state, megamcp.event_result(v) as result,
-       v.is_error, extract(epoch from v.ended_at - v.at) * 1000 as duration_ms
+select v.rollout, v.seq, v.kind, v.at, v.data, v.server, v.tool, v.arguments, v.state,
+       megamcp.event_result(v) as result, v.is_error, extract(epoch from v.ended_at - v.at) * 1000 as duration_ms
   from line l join megamcp.events v on v.rollout = l.id and v.seq > l.first and (l.last is null or v.seq <= l.last)
  where v.seq > $2 order by v.seq limit $3"""
 
@@ -193,7 +194,8 @@ END_HOLDERS = """select count(pg_terminate_backend(l.pid))
 
 # Ends the backend of one call, whether it runs or still waits for the rollout.
 END_CALL = """select count(pg_terminate_backend(a.pid)) from pg_stat_activity a
-    where a.application_name = 'call ' || $1::uuid::text and a.datname = current_database() and a.usename <> current_user"""
+    where a.application_name = 'call ' || $1::uuid::text and a.datname = current_database()
+      and a.usename <> current_user"""
 
 # An exactly-once call that will get no answer: its error goes to the journal, or its recorded result comes back.
 CALL_FAIL = "select recorded, result, is_error from megamcp.call_fail($1, $2, $3, $4)"
@@ -367,7 +369,8 @@ class Store:
     async def rows(self, query: str, *arguments: Any) -> Sequence[asyncpg.Record]:
         """All rows of a query."""
         async with self.connection() as connection:
-            return await connection.fetch(query, *arguments)
+            rows: Sequence[asyncpg.Record] = await connection.fetch(query, *arguments)
+            return rows
 
     async def value(self, query: str, *arguments: Any) -> Any:
         """First column of the first row."""
@@ -399,5 +402,7 @@ def read_cursor(cursor: str | None) -> tuple[datetime | None, str | None]:
         return datetime.fromisoformat(created), rollout
     except ValueError as error:
         raise BadRequest(
-            "The cursor is not one of this gateway's.", code="invalid_cursor", hint="Pass next_cursor unchanged."
+            "The cursor is not one of this gateway's.",
+            code="invalid_cursor",
+            hint="Pass next_cursor unchanged.",
         ) from error

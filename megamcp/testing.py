@@ -1,7 +1,7 @@
 """Public fixtures: a database of one's own in milliseconds, and a whole gateway in the test's own process.
 
-Import them in a `conftest.py`: `from megamcp.testing import *  # noqa: F403`. Databases are copies of a template that is
-migrated once per session; `MEGAMCP_TEST_DSN` names a server (a superuser of it) to use instead of the embedded one.
+Import them in a `conftest.py`: `from megamcp.testing import *  # noqa: F403`. Databases are copies of a template
+that is migrated once per session; `MEGAMCP_TEST_DSN` names a server (a superuser of it) to use instead of the embedded one.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ async def template_database(postgres_dsn: str) -> AsyncIterator[str]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def database(postgres_dsn: str, template_database: str) -> AsyncIterator[str]:
-    """DSN of a migrated database of this test's own. A failed test's is dropped like any other: set a breakpoint to look."""
+    """DSN of a migrated database of this test's own, dropped after it."""
     name = f"mm_test_{secrets.token_hex(6)}"
     async with _database(postgres_dsn, name, template_database) as dsn:
         yield dsn

@@ -44,7 +44,10 @@ class OpenRollouts(Model):
     """Ask for new rollouts of an environment."""
 
     environment: str = Field(
-        description="Name, or name@hash for one fixed version.", examples=["retail"], min_length=1, max_length=300
+        description="Name, or name@hash for one fixed version.",
+        examples=["retail"],
+        min_length=1,
+        max_length=300,
     )
     count: int = Field(1, ge=1, description="How many.")
     group: str | None = GroupName

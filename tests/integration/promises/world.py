@@ -1,0 +1,61 @@
+"""Short words for what the tests of the promises do with rollouts of the ledger environment."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import asyncpg
+
+from megamcp import store
+from megamcp.services import Services
+
+
+class ToolFailed(Exception):
+    """The tool's result is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Rollouts of one environment, below HTTP."""
+
+    services: Services
+    url: str
+    dsn: str
+
+    async def open(self, count: int = 1, **options: Any) -> list[str]:
+        return [row["id"] for row in await self.services.rollouts.open("ledger", count=count, **options)]
+
+    async def one(self) -> str:
+        return (await self.open())[0]
+
+    async def call(self, rollout: str, tool: str, once: str | None = None, **arguments: Any) -> Any:
+        raw = await self.services.dataplane.call(rollout, tool, json.dumps(arguments).encode(), idempotency_key=once)
+        result = json.loads(raw)
+        if result.get("isError"):
+            raise ToolFailed(result["content"][0]["text"])
+        structured = result.get("structuredContent")
+        if structured is None:
+            return result["content"][0]["text"]
+        return structured["result"] if set(structured) == {"result"} else structured
+
+    async def checkpoint(self, rollout: str, **options: Any) -> asyncpg.Record:
+        return await self.services.rollouts.make_checkpoint(rollout, **options)
+
+    async def fork(self, checkpoint: str, count: int = 1, **options: Any) -> list[str]:
+        return [row["id"] for row in await self.services.rollouts.fork(checkpoint, count=count, **options)]
+
+    async def roll_back(self, rollout: str, checkpoint: str) -> None:
+        await self.services.rollouts.roll_back(rollout, checkpoint)
+
+    async def digest(self, rollout: str, at: str = "head") -> str:
+        return (await self.services.rollouts.digest(rollout, at))[0]
+
+    async def counters(self, rollout: str) -> dict[str, int]:
+        return (await self.services.rollouts.digest(rollout, "head"))[2]["ledger"]
+
+    async def journal(self, rollout: str) -> list[asyncpg.Record]:
+        return list(await self.services.store.rows(store.EVENTS, rollout, 0, 10_000))
+
+    async def execute(self, sql: str, *arguments: Any) -> list[asyncpg.Record]:
+        """As the control role."""
+        return list(await self.services.store.rows(sql, *arguments))
