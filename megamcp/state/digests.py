@@ -1,0 +1,99 @@
+"""SQL of digests and diffs of a state.
+
+Digest: each row is the first 128 bits of sha256(table, row in text form under fixed settings), rows add up modulo
+2^128. A layer's part is what it made of the chain below it: + the rows it shows, − the rows it replaced. So the
+parts of a chain sum to effective − base, undoing a change by hand gives back the old digest, and a row written again
+unchanged adds nothing. Counters (sequences, clock, random position) are left out.
+"""
+
+from megamcp.state.catalog import Table
+from megamcp.state.names import DELETED, LAYER, ident, idents, literal
+from megamcp.state.tables import base, delta, match
+
+_SETTINGS = """set search_path = pg_catalog, pg_temp set datestyle = 'ISO, YMD' set timezone = 'UTC'
+set intervalstyle = 'postgres' set extra_float_digits = 1 set bytea_output = 'hex' set xmloption = 'content' """
+
+
+def _columns(table: Table, alias: str) -> str:
+    return idents(table.names, alias)
+
+
+def _hash(state: str, table: Table, alias: str) -> str:
+    return f"{ident(state)}.\"~hash\"({literal(table.name)} || chr(31) || row({_columns(table, alias)})::text)"
+
+
+def below(state: str, table: Table, row: str, layers: str, columns: str) -> str:
+    """Sub-select: the row with the key of `row` that the chain `layers` shows (no rows when it shows none).
+
+    `columns` is the select list over alias `_mm_x`. The base's row counts when no layer holds the key.
+    """
+    b, d = base(state, table.name), delta(state, table.name)
+    names = idents(table.names)
+    return f"""(select {columns} from (
+      select * from (
+        (select {names}, {DELETED} from {d} _mm_p where _mm_p.{LAYER} = any ({layers}) and {match("_mm_p", row, table.primary)}
+         order by _mm_p.{LAYER} desc limit 1)
+        union all
+        select {names}, {DELETED} from {b} _mm_p where {match("_mm_p", row, table.primary)}
+      ) _mm_u limit 1) _mm_x where not _mm_x.{DELETED})"""
+
+
+def freeze(state: str, tables: tuple[Table, ...]) -> str:
+    """`s_<h>."~freeze"(below bigint[], head bigint)` → rows the head holds, its 128-bit part of the digest."""
+    s = ident(state)
+    steps = "".join(
+        f"""
+  select count(*) into _count from {delta(state, t.name)} d where d.{LAYER} = head;
+  if _count > 0 then
+    rows := rows + _count;
+    select sum(case when d.{DELETED} then 0 else {_hash(state, t, "d")} end
+               - coalesce({below(state, t, "d", "below", _hash(state, t, "_mm_x"))}, 0))
+    into _part from {delta(state, t.name)} d where d.{LAYER} = head;
+    digest := digest + _part;
+  end if;"""
+        for t in tables
+    )
+    return f"""
+create function {s}."~hash"(_row text) returns numeric language plpgsql immutable set search_path = pg_catalog, pg_temp as $body$
+declare
+  _bytes bytea := substr(sha256(convert_to(_row, 'UTF8')), 1, 16);
+  _high bigint := ('x' || encode(substr(_bytes, 1, 8), 'hex'))::bit(64)::bigint;
+  _low bigint := ('x' || encode(substr(_bytes, 9, 8), 'hex'))::bit(64)::bigint;
+begin
+  return (case when _high < 0 then 18446744073709551616 else 0 end + _high) * 18446744073709551616
+       + (case when _low < 0 then 18446744073709551616 else 0 end + _low);
+end $body$;
+create function {s}."~freeze"(below bigint[], head bigint, out rows bigint, out digest numeric)
+language plpgsql volatile {_SETTINGS} as $body$
+declare
+  _count bigint;
+  _part numeric;
+begin
+  select count(*) into rows from {s}."~counters" c where c.layer = head;
+  digest := 0;{steps}
+  digest := mod(mod(digest, 340282366920938463463374607431768211456) + 340282366920938463463374607431768211456,
+                340282366920938463463374607431768211456);
+end $body$;
+"""
+
+
+def diff(state: str, table: Table, limit: int) -> str:
+    """Query over ($1 chain a, $2 chain b): before, after (JSON) of keys whose effective row differs, and the total."""
+    d = delta(state, table.name)
+    key = idents(table.primary)
+    one = f"to_jsonb(_mm_v) from (select {idents(table.names, '_mm_x')}) _mm_v"
+    before = below(state, table, "_mm_k", "$1::bigint[]", f"(select {one})")
+    after = below(state, table, "_mm_k", "$2::bigint[]", f"(select {one})")
+    text = f"row({_columns(table, '_mm_x')})::text"
+    same = (
+        f"{below(state, table, '_mm_k', '$1::bigint[]', text)} is distinct from "
+        f"{below(state, table, '_mm_k', '$2::bigint[]', text)}"
+    )
+    return f"""
+with _mm_k as (
+  select distinct {key} from {d} where {LAYER} = any (
+    select unnest($1::bigint[]) except select unnest($2::bigint[]) union (select unnest($2::bigint[]) except select unnest($1::bigint[])))
+), _mm_c as materialized (select {key} from _mm_k where {same})
+select {before} as before, {after} as after, (select count(*) from _mm_c) as total
+from (select * from _mm_c order by {key} limit {limit}) _mm_k
+"""

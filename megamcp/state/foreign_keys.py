@@ -1,0 +1,197 @@
+"""SQL of foreign keys: probes while rows move, a queue for what only the end of the statement can decide.
+
+PostgreSQL checks and cascades after the statement, one event a row and foreign key, and appends the events of
+cascaded statements to the same queue. So does this:
+
+- A referring row whose parent is there when it is written needs nothing more: should the parent leave in the same
+  command, the parent's own event finds the referring row. Only a missing parent is queued.
+- A parent that leaves (deleted, or its referenced key changed) is queued for each foreign key that has rows.
+- The outermost AFTER STATEMENT trigger drains the queue in order; cascades are plain DML through the views, whose
+  triggers append to the queue and leave the draining to it.
+
+The queue is an unlogged table with rows of running transactions only (told apart by backend).
+"""
+
+from megamcp.state import probes
+from megamcp.state.catalog import Catalog, ForeignKey, Table
+from megamcp.state.expressions import changed
+from megamcp.state.names import body_quote, ident, literal
+
+_HEAD = """language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan as"""
+
+
+def queue(state: str) -> str:
+    s = ident(state)
+    return f"""
+create unlogged table {s}."~queue" (
+  id bigint generated always as identity primary key, backend int not null default pg_backend_pid(),
+  number int not null, event "char" not null, before text, after text
+);
+create index on {s}."~queue" (backend, id);
+create function {s}."~enqueue"(_number int, _event "char", _before text, _after text) returns void {_HEAD} $body$
+begin
+  insert into {s}."~queue" (number, event, before, after) values (_number, _event, _before, _after);
+  perform set_config('megamcp.queued', 'on', true);
+end $body$;
+"""
+
+
+def _new(columns: tuple[str, ...]) -> list[str]:
+    return [f"new.{ident(c)}" for c in columns]
+
+
+def on_write(state: str, visible: str, catalog: Catalog, table: Table, *, update: bool) -> str:
+    """In a row trigger: each foreign key of the new row has its parent, or is queued to be looked at again."""
+    lines: list[str] = []
+    for foreign in catalog.foreign_keys:
+        if foreign.table != table.name:
+            continue
+        values = _new(foreign.columns)
+        conditions = [f"{v} is not null" for v in values]
+        if update:
+            olds = ", ".join(f"old.{ident(c)}" for c in foreign.columns)
+            conditions.append(f"row({', '.join(values)}) is distinct from row({olds})")
+        parent = catalog.table(foreign.parent)
+        conditions.append(f"not {probes.parent_row(state, parent, foreign, values)}")
+        lines.append(
+            f"  if {' and '.join(conditions)} then\n"
+            f"    perform {ident(state)}.\"~enqueue\"({foreign.number}, 'c', null, new::text);\n  end if;\n"
+        )
+    return "".join(lines)
+
+
+def on_leave(state: str, catalog: Catalog, table: Table, *, update: bool) -> str:
+    """In a row trigger: a referenced key leaves; queue it for each foreign key that has referring rows."""
+    lines: list[str] = []
+    for foreign in catalog.foreign_keys:
+        if foreign.parent != table.name:
+            continue
+        olds = [f"old.{ident(c)}" for c in foreign.parent_columns]
+        conditions = [f"{v} is not null" for v in olds]
+        if update:
+            conditions.append(changed(table, foreign.parent_columns, "old", "new"))
+        conditions.append(probes.child_row(state, catalog.table(foreign.table), foreign, olds))
+        event, after = ("u", "new::text") if update else ("d", "null")
+        lines.append(
+            f"  if {' and '.join(conditions)} then\n"
+            f"    perform {ident(state)}.\"~enqueue\"({foreign.number}, '{event}', old::text, {after});\n  end if;\n"
+        )
+    return "".join(lines)
+
+
+def drain(state: str, visible: str, catalog: Catalog) -> str:
+    """One function a foreign key, and the loop that takes events off the queue."""
+    s = ident(state)
+    parts = [_event_function(state, visible, catalog, foreign) for foreign in catalog.foreign_keys]
+    arms = "".join(
+        f'      when {f.number} then perform {s}."~event {f.number}"(_event.event, _event.before, _event.after);\n'
+        for f in catalog.foreign_keys
+    )
+    calls = f"    case _event.number\n{arms}    end case;\n" if arms else ""
+    body = f"""declare
+  _event record;
+  _done text;
+begin
+  if current_setting('megamcp.draining', true) = 'on' then
+    return;
+  end if;
+  _done := set_config('megamcp.draining', 'on', true);
+  loop
+    delete from {s}."~queue" q where q.id = (
+      select w.id from {s}."~queue" w where w.backend = pg_backend_pid() order by w.id limit 1) returning q.* into _event;
+    exit when not found;
+{calls}  end loop;
+  _done := set_config('megamcp.draining', '', true);
+  _done := set_config('megamcp.queued', '', true);
+end"""
+    parts.append(f'create function {s}."~drain"() returns void {_HEAD} {body_quote(body)};\n')
+    return "".join(parts)
+
+
+def _detail(columns: tuple[str, ...], record: str, tail: str) -> str:
+    values = " || ', ' || ".join(f"megamcp.shown({record}.{ident(c)})" for c in columns)
+    names = ", ".join(columns)
+    return f"{literal(f'Key ({names})=(')} || {values} || {literal(f') {tail}')}"
+
+
+def _raise(visible: str, foreign: ForeignKey, code: str, message: str, detail: str) -> str:
+    return (
+        f"raise exception using errcode = '{code}', message = {literal(message)}, detail = {detail},\n"
+        f"      schema = {literal(visible)}, table = {literal(foreign.table)}, constraint = {literal(foreign.name)};"
+    )
+
+
+def _event_function(state: str, visible: str, catalog: Catalog, foreign: ForeignKey) -> str:
+    child, parent = catalog.table(foreign.table), catalog.table(foreign.parent)
+    c, p = f"{ident(visible)}.{ident(child.name)}", f"{ident(visible)}.{ident(parent.name)}"
+    missing = _raise(
+        visible,
+        foreign,
+        "23503",
+        f'insert or update on table "{child.name}" violates foreign key constraint "{foreign.name}"',
+        _detail(foreign.columns, "_c", f'is not present in table "{parent.name}".'),
+    )
+    current = " and ".join(
+        f"_t.{ident(n)} = _c.{ident(n)}" for n in dict.fromkeys((*child.primary, *foreign.columns))
+    )
+    values = [f"_c.{ident(n)}" for n in foreign.columns]
+    body = f"""#variable_conflict use_column
+declare
+  _mm_chain bigint[] := megamcp.chain_with_base();
+  _c {c}%rowtype;
+  _o {p}%rowtype;
+  _n {p}%rowtype;
+begin
+  if _event = 'c' then
+    _c := _after;
+    if not {probes.parent_row(state, parent, foreign, values)}
+       and exists (select from {c} _t where {current}) then
+      {missing}
+    end if;
+    return;
+  end if;
+  _o := _before;
+  _n := _after;
+  if _event = 'd' then
+{_action(state, visible, catalog, foreign, foreign.on_delete, update=False)}
+  else
+{_action(state, visible, catalog, foreign, foreign.on_update, update=True)}
+  end if;
+end"""
+    return (
+        f'create function {ident(state)}."~event {foreign.number}"(_event "char", _before text, _after text) '
+        f"returns void {_HEAD} {body_quote(body)};\n"
+    )
+
+
+def _action(
+    state: str, visible: str, catalog: Catalog, foreign: ForeignKey, action: str, *, update: bool
+) -> str:
+    child, parent = catalog.table(foreign.table), catalog.table(foreign.parent)
+    view = f"{ident(visible)}.{ident(child.name)}"
+    olds = [f"_o.{ident(n)}" for n in foreign.parent_columns]
+    where = " and ".join(f"_t.{ident(n)} = {v}" for n, v in zip(foreign.columns, olds, strict=True))
+    match action:
+        case "c" if update:
+            news = [f"_n.{ident(n)}" for n in foreign.parent_columns]
+            sets = ", ".join(f"{ident(n)} = {v}" for n, v in zip(foreign.columns, news, strict=True))
+            return f"    update {view} _t set {sets} where {where};"
+        case "c":
+            return f"    delete from {view} _t where {where};"
+        case "n" | "d":
+            columns = foreign.columns if update else foreign.set_columns or foreign.columns
+            word = "null" if action == "n" else "default"
+            sets = ", ".join(f"{ident(n)} = {word}" for n in columns)
+            return f"    update {view} _t set {sets} where {where};"
+    still = probes.child_row(state, child, foreign, olds)
+    if action == "r":
+        text = f'update or delete on table "{parent.name}" violates RESTRICT setting of foreign key constraint "{foreign.name}" on table "{child.name}"'
+        detail = _detail(foreign.parent_columns, "_o", f'is referenced from table "{child.name}".')
+        return f"    if {still} then\n      {_raise(visible, foreign, '23001', text, detail)}\n    end if;"
+    text = f'update or delete on table "{parent.name}" violates foreign key constraint "{foreign.name}" on table "{child.name}"'
+    detail = _detail(foreign.parent_columns, "_o", f'is still referenced from table "{child.name}".')
+    again = probes.parent_row(state, parent, foreign, olds)
+    return f"    if {still} and not {again} then\n      {_raise(visible, foreign, '23503', text, detail)}\n    end if;"
+
+

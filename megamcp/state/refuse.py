@@ -1,0 +1,286 @@
+"""What a `schema` state does not take, found before and after the DDL runs, each with reason and way out.
+
+Before: the text is parsed, statements that are not on a short list are refused, names with a schema too, the keyword
+forms of the clock (CURRENT_TIMESTAMP …) are rewritten to calls of the environment's `now()`. After: pg_catalog tells
+what was really made. Nothing here decides by hope: a construct that is not known to be exact is a problem.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import postgast
+from postgast import pg_query_pb2 as pb
+
+from megamcp.state.catalog import Catalog
+from megamcp.state.clock import SHADOWED
+from megamcp.state.expressions import over_new
+from megamcp.state.names import RESERVED_PREFIX
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    construct: str
+    object: str
+    reason: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Statements to run, and what was found wrong in the text."""
+
+    statements: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+DATABASE = "Use state kind 'database' for this environment."
+
+_ALLOWED = {
+    "create_stmt", "index_stmt", "create_enum_stmt", "create_domain_stmt", "alter_table_stmt", "create_seq_stmt",
+    "alter_seq_stmt", "view_stmt", "create_function_stmt", "comment_stmt", "insert_stmt", "update_stmt", "delete_stmt",
+    "select_stmt", "drop_stmt", "alter_enum_stmt", "alter_domain_stmt", "rename_stmt",
+}  # fmt: skip
+
+_KEYWORDS = {
+    pb.SVFOP_CURRENT_DATE: "date",
+    pb.SVFOP_CURRENT_TIME: "timetz",
+    pb.SVFOP_CURRENT_TIME_N: "timetz",
+    pb.SVFOP_CURRENT_TIMESTAMP: "timestamptz",
+    pb.SVFOP_CURRENT_TIMESTAMP_N: "timestamptz",
+    pb.SVFOP_LOCALTIME: "time",
+    pb.SVFOP_LOCALTIME_N: "time",
+    pb.SVFOP_LOCALTIMESTAMP: "timestamp",
+    pb.SVFOP_LOCALTIMESTAMP_N: "timestamp",
+}
+_TIME_TYPES = {"date", "time", "timetz", "timestamp", "timestamptz"}
+_WALL_CLOCK = {"now", "today", "tomorrow", "yesterday"}
+
+
+def prepare(text: str, where: str) -> Prepared:
+    """Parses one file of SQL; `where` names it in problems."""
+    try:
+        tree = postgast.parse(text)
+    except postgast.PgQueryError as error:
+        problem = Problem("syntax", where, str(error), "PostgreSQL's parser does not take this text.")
+        return Prepared((), (problem,))
+    statements: list[str] = []
+    problems: list[Problem] = []
+    raw = text.encode()
+    for statement in tree.stmts:
+        kind = statement.stmt.WhichOneof("node") or "empty statement"
+        source = raw[statement.stmt_location :][: statement.stmt_len or None].decode().strip()
+        label = f"{where}: {' '.join(source.split())[:60]}"
+        if kind not in _ALLOWED:
+            problems.append(
+                Problem(kind.removesuffix("_stmt"), label, "this statement is not part of a schema", DATABASE)
+            )
+            continue
+        found = _look(statement.stmt, label)
+        problems.extend(found)
+        if not found:
+            rewritten = _rewrite(statement.stmt)
+            statements.append(postgast.deparse(_single(statement)) if rewritten else source)
+    return Prepared(tuple(statements), tuple(problems))
+
+
+def _single(statement: pb.RawStmt) -> pb.ParseResult:
+    tree = pb.ParseResult()
+    tree.stmts.add().stmt.CopyFrom(statement.stmt)
+    return tree
+
+
+def _name(parts: Any) -> list[str]:
+    return [part.string.sval for part in parts if part.HasField("string")]
+
+
+def _look(node: pb.Node, label: str) -> list[Problem]:
+    problems: list[Problem] = []
+
+    def add(construct: str, reason: str, hint: str) -> None:
+        problem = Problem(construct, label, reason, hint)
+        if problem not in problems:
+            problems.append(problem)
+
+    for _, message in postgast.walk(node):
+        match message:
+            case pb.RangeVar():
+                if message.schemaname or message.catalogname:
+                    add("schema name", f"names the schema {message.schemaname}", "Leave the schema out.")
+                if message.relpersistence in ("t", "u"):
+                    add("temporary or unlogged table", "its rows would belong to no rollout", "Make it a plain table.")
+            case pb.FuncCall():
+                names = _name(message.funcname)
+                if len(names) > 1 and (names[0] != "pg_catalog" or names[-1] in SHADOWED):
+                    add("schema name", f"calls {'.'.join(names)}", "Call it without the schema.")
+                elif names[-1] == "setseed":
+                    add("setseed", "chance is the rollout's own", "Give the environment a seed.")
+            case pb.TypeName():
+                names = _name(message.names)
+                if len(names) > 1 and names[0] != "pg_catalog":
+                    add("schema name", f"names the type {'.'.join(names)}", "Leave the schema out.")
+            case pb.SQLValueFunction():
+                if message.op not in _KEYWORDS:
+                    add("current user", "every rollout shares one role", "Keep the user in a column.")
+            case pb.TypeCast():
+                kind = _name(message.type_name.names)
+                value = message.arg.a_const.sval.sval if message.arg.HasField("a_const") else ""
+                if kind and kind[-1] in _TIME_TYPES and value.strip().lower() in _WALL_CLOCK:
+                    add("clock literal", f"'{value}' is the wall clock's, once", "Write now() or CURRENT_DATE.")
+            case pb.ColumnDef():
+                _look_column(message, add)
+            case pb.CreateFunctionStmt():
+                _look_function(message, add)
+            case pb.SelectStmt() if message.HasField("into_clause"):
+                add("SELECT INTO", "makes a table in passing", "Write CREATE TABLE and INSERT.")
+            case pb.CreateStmt():
+                if message.HasField("partspec") or message.HasField("partbound") or message.inh_relations:
+                    add("partitioned or inherited table", "layers already partition it", "Make it a plain table.")
+                if message.HasField("of_typename"):
+                    add("typed table", "its columns hang on a composite type", "List the columns.")
+    return problems
+
+
+def _look_column(column: pb.ColumnDef, add: Any) -> None:
+    kind = _name(column.type_name.names)
+    for constraint in column.constraints:
+        raw = constraint.constraint.raw_expr
+        value = raw.a_const.sval.sval if raw.HasField("a_const") else ""
+        if kind and kind[-1] in _TIME_TYPES and value.strip().lower() in _WALL_CLOCK:
+            add("clock literal", f"'{value}' is the wall clock's, once", "Write now() or CURRENT_DATE.")
+
+
+def _look_function(function: pb.CreateFunctionStmt, add: Any) -> None:
+    name = _name(function.funcname)[-1]
+    if function.is_procedure:
+        add("procedure", "it may end transactions", "Write it in the tool server.")
+    if len(function.funcname) > 1:
+        add("schema name", "the function's name has a schema", "Leave the schema out.")
+    if name in SHADOWED or name.startswith("megamcp_"):
+        add("function name", f"{name} is the state's own", "Choose another name.")
+    options = {o.def_elem.defname: o.def_elem.arg for o in function.options}
+    language = options["language"].string.sval if "language" in options else "sql"
+    if language != "sql":
+        add(f"function in {language}", "only SQL functions are known to be exact", "Write it in SQL or in the tool server.")
+        return
+    for option in ("security", "support", "window", "set"):
+        if option in options:
+            add(f"function with {option.upper()}", "it would change whose rows or settings apply", "Leave it out.")
+    bodies = [_single_node(function.sql_body)] if function.HasField("sql_body") else []
+    if "as" in options:
+        text = options["as"].list.items[0].string.sval
+        try:
+            bodies.append(postgast.parse(text))
+        except postgast.PgQueryError as error:
+            add("syntax", str(error), "PostgreSQL's parser does not take this body.")
+    for body in bodies:
+        for _, message in postgast.walk(body):
+            if isinstance(message, pb.InsertStmt | pb.UpdateStmt | pb.DeleteStmt | pb.MergeStmt):
+                add("function that writes", "its writes can't be told from the statement's own", "Write it in the tool server.")
+                return
+
+
+def _single_node(node: pb.Node) -> pb.Node:
+    copy = pb.Node()
+    copy.CopyFrom(node)
+    return copy
+
+
+def _rewrite(node: Any) -> bool:
+    """Keyword forms of the clock become casts of now(); in bodies of SQL functions too. True when any was found."""
+    changed = False
+    for descriptor, value in node.ListFields():
+        if descriptor.type != descriptor.TYPE_MESSAGE:
+            continue
+        for item in value if descriptor.is_repeated else (value,):
+            if isinstance(item, pb.Node) and item.WhichOneof("node") == "sqlvalue_function":
+                function = item.sqlvalue_function
+                kind = _KEYWORDS[function.op]
+                precision = f"({function.typmod})" if function.typmod >= 0 else ""
+                replacement = postgast.parse(f"select now()::{kind}{precision}")
+                item.CopyFrom(replacement.stmts[0].stmt.select_stmt.target_list[0].res_target.val)
+                changed = True
+            elif isinstance(item, pb.CreateFunctionStmt):
+                changed = _rewrite_body(item) or changed
+                changed = _rewrite(item) or changed
+            else:
+                changed = _rewrite(item) or changed
+    return changed
+
+
+def _rewrite_body(function: pb.CreateFunctionStmt) -> bool:
+    for option in function.options:
+        if option.def_elem.defname == "as":
+            body = option.def_elem.arg.list.items[0].string
+            tree = postgast.parse(body.sval)
+            if _rewrite(tree):
+                body.sval = postgast.deparse(tree)
+                return True
+    return False
+
+
+_JUDGE = """
+with c as (select c.* from pg_class c where c.relnamespace = $1::text::regnamespace)
+select 'materialised view', relname::text, 'it would hold one rollout''s rows for all', 'Make it a plain view.' from c where relkind = 'm'
+union all select 'composite type', relname, 'its fields can''t be followed', 'Use jsonb or columns.' from c where relkind = 'c'
+union all select 'foreign or partitioned table', relname, 'its rows can''t be kept by layer', 'Make it a plain table.' from c where relkind in ('f', 'p') or relispartition
+union all select 'table without a primary key', relname, 'rows are told apart by their primary key', 'Add a PRIMARY KEY, for example an identity column.'
+  from c where relkind = 'r' and not exists (select from pg_index x where x.indrelid = c.oid and x.indisprimary)
+union all select 'row-level security', relname, 'it would be lost under the view', 'Filter in the tool server.' from c where relrowsecurity and relkind = 'r'
+union all select 'trigger', c.relname || '.' || t.tgname, 'triggers on tables are not kept', 'Do it in the tool server.'
+  from pg_trigger t join c on c.oid = t.tgrelid where not t.tgisinternal
+union all select 'rule', c.relname || '.' || r.rulename, 'rules rewrite statements', 'Do it in the tool server.'
+  from pg_rewrite r join c on c.oid = r.ev_class where r.rulename <> '_RETURN'
+union all select 'exclusion constraint', c.relname || '.' || n.conname, 'it has no index over a chain', 'Check it in the tool server.'
+  from pg_constraint n join c on c.oid = n.conrelid where n.contype = 'x'
+union all select 'deferrable constraint', c.relname || '.' || n.conname, 'constraints are checked at the end of each statement', 'Leave DEFERRABLE out.'
+  from pg_constraint n join c on c.oid = n.conrelid where n.condeferrable and n.contype <> 'x'
+union all select 'constraint not valid or not enforced', c.relname || '.' || n.conname, 'base rows may break it', 'Validate it.'
+  from pg_constraint n join c on c.oid = n.conrelid where not n.convalidated
+union all select 'MATCH FULL', c.relname || '.' || n.conname, 'only MATCH SIMPLE is checked', 'Use MATCH SIMPLE and a CHECK.'
+  from pg_constraint n join c on c.oid = n.conrelid where n.contype = 'f' and n.confmatchtype <> 's'
+union all select 'partial unique index', i.relname::text, 'its predicate is not followed over a chain yet', 'Use a plain UNIQUE or check it in the tool server.'
+  from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid where x.indisunique and x.indpred is not null
+union all select 'unique index over an expression', i.relname::text, 'it is not followed over a chain yet', 'Use a generated column with a plain UNIQUE.'
+  from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid where x.indisunique and x.indexprs is not null
+union all select 'NULLS NOT DISTINCT', i.relname::text, 'it is not followed over a chain yet', 'Use NOT NULL and a plain UNIQUE.'
+  from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid where x.indisunique and x.indnullsnotdistinct
+union all select 'unique index with an operator class', i.relname::text, 'its equality may differ from =', 'Use the default operator class.'
+  from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid
+  where x.indisunique and exists (select from unnest(x.indclass::oid[]) u(id) join pg_opclass o on o.oid = u.id where not o.opcdefault)
+union all select 'non-deterministic collation', c.relname || '.' || a.attname, 'equal values may differ in bytes', 'Use a deterministic collation.'
+  from pg_attribute a join c on c.oid = a.attrelid join pg_collation o on o.oid = a.attcollation where not o.collisdeterministic and a.attnum > 0
+union all select 'column type ' || format_type(a.atttypid, a.atttypmod), c.relname || '.' || a.attname, 'its values can''t be kept exactly', 'Use a built-in scalar, an enum, a domain or an array of these.'
+  from pg_attribute a join c on c.oid = a.attrelid and c.relkind = 'r' join pg_type t on t.oid = a.atttypid
+  left join pg_type e on e.oid = t.typelem and t.typcategory = 'A'
+  left join pg_type b on b.oid = coalesce(nullif(e.typbasetype, 0), nullif(t.typbasetype, 0), e.oid, t.oid)
+  where a.attnum > 0 and not a.attisdropped and (b.typtype not in ('b', 'e', 'r', 'm', 'd') or b.typname ~ '^_?reg' or b.typname in ('pg_snapshot', 'xid', 'cid', 'tid'))
+union all select 'aggregate, window function or procedure', p.oid::regprocedure::text, 'only SQL functions are taken', 'Do it in the tool server.'
+  from pg_proc p where p.pronamespace = $1::text::regnamespace and p.prokind <> 'f'
+union all select 'function', p.oid::regprocedure::text, 'only SQL functions are taken', 'Do it in the tool server.'
+  from pg_proc p join pg_language l on l.oid = p.prolang
+  where p.pronamespace = $1::text::regnamespace and l.lanname <> 'sql' and not (p.oid = any ($2::oid[]))
+"""
+
+
+async def judge(conn: Any, schema: str, ours: list[int]) -> list[Problem]:
+    """What pg_catalog shows in `schema` that a state can't take; `ours` are the state's own functions."""
+    return [Problem(*row) for row in await conn.fetch(_JUDGE, schema, ours)]
+
+
+def judge_catalog(found: Catalog) -> list[Problem]:
+    """What only the read catalog shows: names that clash, expressions over whole rows."""
+    problems: list[Problem] = []
+    for table in found.tables:
+        for column in table.columns:
+            if column.name.startswith(RESERVED_PREFIX):
+                problems.append(
+                    Problem("column name", f"{table.name}.{column.name}", f"names with {RESERVED_PREFIX} are hidden columns", "Rename it.")
+                )
+        expressions = [(check.name, check.expression) for check in table.checks]
+        expressions += [(c.name, c.generated) for c in table.columns if c.generated]
+        problems.extend(
+            Problem("expression over a whole row", f"{table.name}.{name}", "NEW can't stand for it", "Name the columns.")
+            for name, text in expressions
+            if over_new(text, table.names) is None
+        )
+    return problems

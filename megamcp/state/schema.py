@@ -1,0 +1,352 @@
+"""The `schema` state: load an environment's DDL into a copy-on-write state, freeze, diff, digest, discard, unload.
+
+Load runs the DDL and the seeds for real, in v_<h>, as a role that owns nothing else; reads what came of it from
+pg_catalog; refuses what can't be exact, all problems at once; moves the rows to the hidden tables and puts views in
+the tables' place. One transaction: a state is there whole or not at all. The descriptor is kept as the comment of
+s_<h>, so that loading the same content again finds it.
+
+Binding a transaction to a chain, the lifecycle of layers and locks between calls are not here: megamcp.bind() and the
+control plane do that.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from importlib.resources import files
+from typing import Any
+
+from megamcp.errors import UnsupportedSchema
+from megamcp.state import catalog, digests, foreign_keys, refuse, tables, triggers, views
+from megamcp.state import clock as clocks
+from megamcp.state.names import LAYER, hidden, ident, idents, literal
+from megamcp.state.tables import VIEW_ROLE
+
+COMPILER_VERSION = 1
+MODULUS = 1 << 128
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TableInfo:
+    name: str
+    columns: tuple[str, ...]
+    primary: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaState:
+    """What load() made. `hash` names it: schemas s_<hash> and v_<hash>, roles megamcp_tool_<hash>, megamcp_query_<hash>."""
+
+    hash: str
+    tables: tuple[TableInfo, ...]
+
+    @property
+    def hidden_schema(self) -> str:
+        return f"s_{self.hash}"
+
+    @property
+    def visible_schema(self) -> str:
+        return f"v_{self.hash}"
+
+    @property
+    def tool_role(self) -> str:
+        return f"megamcp_tool_{self.hash}"
+
+    @property
+    def query_role(self) -> str:
+        return f"megamcp_query_{self.hash}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> "SchemaState":
+        return cls(
+            hash=document["hash"],
+            tables=tuple(
+                TableInfo(t["name"], tuple(t["columns"]), tuple(t["primary"])) for t in document["tables"]
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """`rows` the head layer holds (counters included: 0 means it may be reused); its 128-bit part of the digest."""
+
+    rows: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TableDiff:
+    """Rows as JSON objects, in key order. `total` counts all differing keys; `truncated` says some were left out."""
+
+    added: tuple[dict[str, Any], ...]
+    removed: tuple[dict[str, Any], ...]
+    changed: tuple[Change, ...]
+    total: int
+    truncated: bool
+
+
+def state_sql() -> str:
+    """SQL of the functions that all states share (schema megamcp); safe to run again."""
+    return files("megamcp.state").joinpath("sql/state.sql").read_text()
+
+
+def content_hash(ddl: str, seeds: Sequence[str], clock_at: datetime, seed: int) -> str:
+    """16 hex digits of everything that a state is made from."""
+    parts = [str(COMPILER_VERSION), ddl, *seeds, clock_at.isoformat(), str(seed)]
+    return hashlib.sha256("\0".join(f"{len(p)}:{p}" for p in parts).encode()).hexdigest()[:16]
+
+
+async def load(
+    conn: Any,
+    *,
+    ddl: str,
+    seeds: Sequence[str],
+    clock: datetime,
+    seed: int,
+    tool_password: str,
+    query_password: str,
+    progress: Progress | None = None,
+) -> SchemaState:
+    """Makes the state of this content, or finds it. Raises UnsupportedSchema with every problem at once."""
+    name = content_hash(ddl, seeds, clock, seed)
+    statements = [refuse.prepare(ddl, "schema"), *(refuse.prepare(text, "seed") for text in seeds)]
+    problems = [problem for prepared in statements for problem in prepared.problems]
+    if problems:
+        raise refused(problems)
+    async with conn.transaction():
+        await conn.execute("select pg_advisory_xact_lock(hashtextextended($1, 0))", f"megamcp state {name}")
+        state = await _find(conn, name)
+        if state is None:
+            state = await _compile(conn, name, statements, clock, seed, progress or (lambda *_: None))
+        await _passwords(conn, state, tool_password, query_password)
+    return state
+
+
+def refused(problems: Sequence[refuse.Problem]) -> UnsupportedSchema:
+    lines = "; ".join(f"{p.construct} {p.object}: {p.reason}" for p in problems)
+    return UnsupportedSchema(
+        f"the schema holds what a copy-on-write state can't do exactly: {lines}",
+        hint="Change what is listed in problems, or use state kind 'database'.",
+        problems=[asdict(p) for p in problems],
+    )
+
+
+async def _find(conn: Any, name: str) -> SchemaState | None:
+    text = await conn.fetchval(
+        "select obj_description(n.oid, 'pg_namespace') from pg_namespace n where nspname = $1", f"s_{name}"
+    )
+    return SchemaState.from_json(json.loads(text)) if text else None
+
+
+async def _compile(
+    conn: Any,
+    name: str,
+    statements: Sequence["refuse.Prepared"],
+    clock_at: datetime,
+    seed: int,
+    progress: Progress,
+) -> SchemaState:
+    s, v = f"s_{name}", f"v_{name}"
+    tool, query = f"megamcp_tool_{name}", f"megamcp_query_{name}"
+    await conn.execute(
+        views.role(VIEW_ROLE, "nologin")
+        + views.role(tool, "login")
+        + views.role(query, "login")
+        + f"grant {VIEW_ROLE} to current_user; create schema {ident(s)}; create schema {ident(v)};"
+        + clocks.core(s, v)
+    )
+    ours = [row["oid"] for row in await conn.fetch("select oid from pg_proc where pronamespace = $1::text::regnamespace", v)]
+    await conn.execute("select megamcp.bind('{}', 0, $1, $2, true)", seed, clock_at)
+    await _run(conn, s, v, statements, progress)
+    found = await _introspect(conn, v, ours)
+    await _build(conn, s, v, found, progress)
+    await conn.execute(
+        triggers.core(s) + "".join(triggers.create(s, v, found, table) for table in found.tables)
+        + foreign_keys.drain(s, v, found)
+        + digests.freeze(s, found.tables)
+    )
+    await _remake(conn, v, found)
+    await conn.execute(
+        "".join(views.defaults(s, v, table) for table in found.tables) + views.grants(s, v, found, tool, query)
+    )
+    state = SchemaState(name, tuple(TableInfo(t.name, t.names, t.primary) for t in found.tables))
+    await conn.execute(f"comment on schema {ident(s)} is {literal(json.dumps(state.to_json()))}")
+    for done, table in enumerate(found.tables):
+        progress("analyze", done, len(found.tables))
+        await conn.execute(f"analyze {tables.parent(s, table.name)}")
+    return state
+
+
+async def _run(
+    conn: Any, s: str, v: str, statements: Sequence["refuse.Prepared"], progress: Progress
+) -> None:
+    """The environment's own SQL, as a role that owns nothing outside v_<h>."""
+    shared = ('~draw"()', '~now"()', '~below"(numeric)', '~uuid"(bytea, int)')
+    await conn.execute(
+        f"grant usage, create on schema {ident(v)} to {VIEW_ROLE}; grant usage on schema megamcp, {ident(s)} to {VIEW_ROLE};"
+        + "".join(f'grant execute on function {ident(s)}."{f} to {VIEW_ROLE};' for f in shared)
+        + f"grant execute on function megamcp.prf(bigint, bigint) to {VIEW_ROLE};"
+        + f"set local role {VIEW_ROLE}; set local search_path = {ident(v)}, pg_catalog;"
+        + "set local check_function_bodies = on;"
+    )
+    total = sum(len(prepared.statements) for prepared in statements)
+    done = 0
+    for prepared in statements:
+        for statement in prepared.statements:
+            await conn.execute(statement)
+            done += 1
+            progress("run", done, total)
+    await conn.execute("reset role; set local search_path = ''; set constraints all immediate;")
+
+
+async def _introspect(conn: Any, v: str, ours: list[int]) -> catalog.Catalog:
+    problems = await refuse.judge(conn, v, ours)
+    if problems:
+        raise refused(problems)
+    found = await catalog.read(conn, v, ours)
+    problems = refuse.judge_catalog(found)
+    if problems:
+        raise refused(problems)
+    return found
+
+
+async def _build(conn: Any, s: str, v: str, found: catalog.Catalog, progress: Progress) -> None:
+    """Copies the rows to the hidden tables, drops the loaded ones and puts views in their place."""
+    for done, table in enumerate(found.tables):
+        progress("copy", done, len(found.tables))
+        await conn.execute(tables.create(s, v, table))
+        await conn.execute(tables.indexes(s, found, table) + tables.policy(s, table))
+    for remake in reversed(found.remakes):
+        if remake.kind == "view":
+            await conn.execute(f"drop view if exists {ident(v)}.{ident(remake.name)} cascade")
+    for table in found.tables:
+        await conn.execute(f"drop table {ident(v)}.{ident(table.name)} cascade")
+    for sequence in found.sequences:
+        await conn.execute(f"drop sequence if exists {ident(v)}.{ident(sequence.name)} cascade")
+    await conn.execute(
+        "".join(views.create(s, v, table) for table in found.tables)
+        + clocks.sequences(s, v, found.sequences)
+        + foreign_keys.queue(s)
+    )
+
+
+async def _remake(conn: Any, v: str, found: catalog.Catalog) -> None:
+    """The environment's functions that went with the tables, and its views, in order of creation."""
+    for remake in found.remakes:
+        if remake.kind == "view":
+            await conn.execute(remake.definition)
+            await conn.execute(f"alter view {ident(v)}.{ident(remake.name)} owner to {VIEW_ROLE}")
+            continue
+        if await conn.fetchval("select to_regprocedure($1) is null", remake.name):
+            await conn.execute(remake.definition)
+        await conn.execute(f"alter function {remake.name} set search_path = {ident(v)}, pg_catalog, pg_temp")
+
+
+async def _passwords(conn: Any, state: SchemaState, tool: str, query: str) -> None:
+    path = f"{ident(state.visible_schema)}, pg_catalog, pg_temp"
+    await conn.execute(
+        f"alter role {ident(state.tool_role)} password {literal(tool)};"
+        f"alter role {ident(state.query_role)} password {literal(query)};"
+        f"alter role {ident(state.tool_role)} set search_path = {path};"
+        f"alter role {ident(state.query_role)} set search_path = {path};"
+        f"alter role {ident(state.query_role)} set default_transaction_read_only = on;"
+        f"alter role {ident(state.query_role)} set statement_timeout = '10s';"
+    )
+
+
+async def freeze(conn: Any, state: SchemaState, chain: Sequence[int], head: int) -> Frozen:
+    """What the head layer holds and adds to the digest of the chain below it (`chain` may end with the head)."""
+    below = [layer for layer in chain if layer != head]
+    row = await conn.fetchrow(
+        f'select rows, digest from {ident(state.hidden_schema)}."~freeze"($1::bigint[], $2)', below, head
+    )
+    return Frozen(rows=row["rows"], digest=int(row["digest"]))
+
+
+async def digest(conn: Any, state: SchemaState, chain: Sequence[int]) -> int:
+    """The digest of a chain, recomputed from its layers."""
+    total = 0
+    for n, layer in enumerate(chain):
+        total += (await freeze(conn, state, chain[:n], layer)).digest
+    return total % MODULUS
+
+
+async def diff(
+    conn: Any, state: SchemaState, a: Sequence[int], b: Sequence[int], limit: int
+) -> dict[str, TableDiff]:
+    """Rows whose effective value differs between chains `a` and `b`, for each table that has any."""
+    found: dict[str, TableDiff] = {}
+    for info in state.tables:
+        table = catalog.Table(
+            0,
+            info.name,
+            tuple(catalog.Column(n, "", False, None, None, "", None, None) for n in info.columns),
+            (catalog.Key("", info.primary, True),),
+            (),
+            (),
+        )
+        rows = await conn.fetch(digests.diff(state.hidden_schema, table, limit), list(a), list(b))
+        if not rows:
+            continue
+        pairs = [
+            (json.loads(r["before"]) if r["before"] else None, json.loads(r["after"]) if r["after"] else None)
+            for r in rows
+        ]
+        found[info.name] = TableDiff(
+            added=tuple(y for x, y in pairs if x is None and y is not None),
+            removed=tuple(x for x, y in pairs if x is not None and y is None),
+            changed=tuple(Change(x, y) for x, y in pairs if x is not None and y is not None),
+            total=rows[0]["total"],
+            truncated=rows[0]["total"] > len(rows),
+        )
+    return found
+
+
+async def counters(conn: Any, state: SchemaState, chain: Sequence[int]) -> dict[str, int]:
+    """Sequences, clock offset (µs) and random position as the chain has them; the newest layer wins."""
+    rows = await conn.fetch(
+        f'select distinct on (name) name, value from {ident(state.hidden_schema)}."~counters" '
+        "where layer = any ($1::bigint[]) order by name, layer desc",
+        [0, *chain],
+    )
+    return {row["name"]: row["value"] for row in rows}
+
+
+async def discard(conn: Any, state: SchemaState, layers: Sequence[int]) -> int:
+    """Deletes the rows of layers that nothing refers to any more. Returns how many."""
+    dead = [layer for layer in layers if layer > 0]
+    total = 0
+    for name in [*(hidden(t.name, "delta") for t in state.tables)]:
+        status: str = await conn.execute(
+            f"delete from {ident(state.hidden_schema)}.{ident(name)} where {LAYER} = any ($1::bigint[])", dead
+        )
+        total += int(status.rsplit(" ", 1)[1])
+    status = await conn.execute(
+        f'delete from {ident(state.hidden_schema)}."~counters" where layer = any ($1::bigint[])', dead
+    )
+    return total + int(status.rsplit(" ", 1)[1])
+
+
+async def unload(conn: Any, state: SchemaState) -> None:
+    """Drops the state's schemas and roles. Roles that another database still uses stay."""
+    async with conn.transaction():
+        await conn.execute(
+            f"drop schema if exists {ident(state.visible_schema)} cascade;"
+            f"drop schema if exists {ident(state.hidden_schema)} cascade;"
+        )
+        for role in (state.tool_role, state.query_role):
+            await conn.execute(f"""do $do$ begin
+              drop owned by {ident(role)}; drop role {ident(role)};
+            exception when undefined_object or dependent_objects_still_exist then null; end $do$""")

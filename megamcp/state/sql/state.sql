@@ -1,0 +1,107 @@
+-- Functions that every `schema` state shares. Schema megamcp and sequence megamcp.layer_seq exist already.
+-- Safe to run again. Nothing here knows a state: tables, counters and triggers live in s_<hash>.
+-- A binding is text `{0,chain}|head|seed|clock in µs since epoch|w or r|mac`, kept in the transaction-local setting
+-- megamcp.binding. Anybody may set that setting; only bind() can make the mac, which also covers backend and transaction.
+
+create sequence if not exists megamcp.stamp_seq as bigint cache 64;
+
+create table if not exists megamcp.secrets (
+  only_row boolean primary key default true check (only_row),
+  secret bytea not null
+);
+revoke all on megamcp.secrets from public;
+insert into megamcp.secrets (secret)
+select sha256(convert_to(string_agg(gen_random_uuid()::text, ''), 'UTF8')) from generate_series(1, 8)
+on conflict do nothing;
+
+-- Declared immutable so that a session's cached plans hold it as a constant: one row, written once.
+create or replace function megamcp.secret() returns bytea
+language plpgsql immutable security definer parallel safe set search_path = pg_catalog, pg_temp as $body$
+begin
+  return (select s.secret from megamcp.secrets s);
+end $body$;
+revoke all on function megamcp.secret() from public;
+
+create or replace function megamcp.mac(body text) returns text
+language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
+begin
+  return encode(sha256(megamcp.secret() || convert_to(
+    body || '|' || pg_backend_pid() || '|' || extract(epoch from transaction_timestamp()), 'UTF8')
+    || megamcp.secret()), 'hex');
+end $body$;
+revoke all on function megamcp.mac(text) from public;
+
+create or replace function megamcp.bind(chain bigint[], head bigint, seed bigint, clock timestamptz, writable boolean)
+returns void language plpgsql volatile set search_path = pg_catalog, pg_temp as $body$
+declare
+  layers bigint[] := array_prepend(0::bigint, array_remove(chain, 0::bigint));
+  body text;
+begin
+  if writable and head is null then
+    raise exception 'a writable binding needs a head layer' using errcode = '22004';
+  end if;
+  if writable and not (head = any (layers)) then
+    layers := layers || head;
+  end if;
+  body := layers::text || '|' || coalesce(head, 0) || '|' || seed || '|'
+    || (extract(epoch from clock) * 1000000)::bigint || '|' || case when writable then 'w' else 'r' end;
+  perform set_config('megamcp.binding', body || '|' || megamcp.mac(body), true);
+  perform set_config('megamcp.now', '', true);
+end $body$;
+revoke all on function megamcp.bind(bigint[], bigint, bigint, timestamptz, boolean) from public;
+
+-- The binding without its mac, or 42501 (25006 when it must be writable and is not). The mac is computed in line:
+-- this runs once for every row that is written.
+create or replace function megamcp.verified(must_write boolean) returns text
+language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
+declare
+  given text := current_setting('megamcp.binding', true);
+  body text := left(given, -65);
+begin
+  if encode(sha256(megamcp.secret() || convert_to(
+      body || '|' || pg_backend_pid() || '|' || extract(epoch from transaction_timestamp()), 'UTF8')
+      || megamcp.secret()), 'hex') is distinct from right(given, 64) then
+    raise exception 'no rollout is bound to this transaction'
+      using errcode = '42501', hint = 'Call the tool through the gateway; bindings end with their transaction.';
+  end if;
+  if must_write and split_part(body, '|', 5) <> 'w' then
+    raise exception 'this call may only read the rollout''s state'
+      using errcode = '25006', hint = 'Leave read_only out where the tool is registered.';
+  end if;
+  return body;
+end $body$;
+revoke all on function megamcp.verified(boolean) from public;
+
+create or replace function megamcp.chain_with_base() returns bigint[]
+language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
+begin
+  return split_part(megamcp.verified(false), '|', 1)::bigint[];
+end $body$;
+revoke all on function megamcp.chain_with_base() from public;
+
+create or replace function megamcp.head() returns bigint
+language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
+begin
+  return split_part(megamcp.verified(true), '|', 2)::bigint;
+end $body$;
+revoke all on function megamcp.head() from public;
+
+-- 32 pseudo-random bytes of (seed, draw). Not secret: equal seeds and draws give equal bytes, by design.
+create or replace function megamcp.prf(seed bigint, draw bigint) returns bytea
+language sql immutable parallel safe
+return sha256('\x6d6567616d6370'::bytea || int8send(seed) || int8send(draw));
+
+-- DETAIL of a NOT NULL or CHECK violation as PostgreSQL words it; values over 64 characters are cut.
+create or replace function megamcp.failing_row(variadic shown text[]) returns text
+language sql immutable parallel safe set search_path = pg_catalog, pg_temp
+return 'Failing row contains (' || (
+  select string_agg(case when v is null then 'null' when octet_length(v) <= 64 then v else left(v, 64) || '...' end, ', '
+                    order by n)
+  from unnest(shown) with ordinality as u(v, n)) || ').';
+
+-- The value as its type's output function prints it (a cast to text differs for boolean and char(n)).
+create or replace function megamcp.shown(value anyelement) returns text
+language plpgsql stable parallel safe set search_path = pg_catalog, pg_temp as $body$
+begin
+  return case when value is null then null else format('%s', value) end;
+end $body$;

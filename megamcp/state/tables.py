@@ -1,0 +1,99 @@
+"""SQL of the hidden tables of a state: one partitioned table, its base and delta, their indexes, the policy.
+
+Base holds layer 0 and never changes after load; delta holds every rollout's rows. Every delta index is led by the
+layer: an index led by the key makes the rows of other rollouts cost a hundred times. Constraints are not declared
+here, the triggers check them: a delta row need not satisfy what its chain doesn't show (a tombstone, an older row).
+"""
+
+from megamcp.state.catalog import Catalog, Column, Index, Table
+from megamcp.state.names import DELETED, LAYER, STAMP, hidden, ident, idents
+
+CHAIN = "(select megamcp.chain_with_base())::bigint[]"
+VIEW_ROLE = "megamcp_view"
+
+
+def parent(state: str, table: str) -> str:
+    return f"{ident(state)}.{ident(table)}"
+
+
+def base(state: str, table: str) -> str:
+    return f"{ident(state)}.{ident(hidden(table, 'base'))}"
+
+
+def delta(state: str, table: str) -> str:
+    return f"{ident(state)}.{ident(hidden(table, 'delta'))}"
+
+
+def match(left: str, right: str, columns: tuple[str, ...]) -> str:
+    return " and ".join(f"{left}.{ident(c)} = {right}.{ident(c)}" for c in columns)
+
+
+def _column(column: Column) -> str:
+    collation = f" collate {column.collation}" if column.collation else ""
+    return f"{ident(column.name)} {column.type}{collation}"
+
+
+def create(state: str, visible: str, table: Table) -> str:
+    """Tables, the base's rows (copied from the loaded table in `visible`) and the primary indexes."""
+    columns = ",\n  ".join(_column(c) for c in table.columns)
+    names = idents(table.names)
+    p, b, d = (f(state, table.name) for f in (parent, base, delta))
+    return f"""
+create table {p} (
+  {columns},
+  {LAYER} bigint not null, {DELETED} boolean not null default false, {STAMP} bigint not null default 0
+) partition by list ({LAYER});
+create table {b} partition of {p} for values in (0);
+create table {d} partition of {p} default with (fillfactor = 90, autovacuum_analyze_scale_factor = 0.05,
+  autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_insert_scale_factor = 0.05);
+insert into {b} ({names}, {LAYER}) select {names}, 0 from {ident(visible)}.{ident(table.name)};
+"""
+
+
+def indexes(state: str, catalog: Catalog, table: Table) -> str:
+    """Base: the environment's own indexes. Delta: the same, led by the layer. Both: one for each foreign key."""
+    b, d = base(state, table.name), delta(state, table.name)
+    parts: list[str] = []
+    led: set[tuple[str, ...]] = set()
+    for key in table.keys:
+        unique = "unique " if key.primary else ""
+        parts.append(f"create unique index on {b} ({idents(key.columns)});")
+        parts.append(f"create {unique}index on {d} ({LAYER}, {idents(key.columns)});")
+        led.add(key.columns)
+    for index in table.indexes:
+        parts.extend(_plain_index(b, d, index))
+        if index.predicate is None and index.method == "btree":
+            led.add(index.columns)
+    for foreign in catalog.foreign_keys:
+        wanted = foreign.columns
+        if foreign.table == table.name and not any(have[: len(wanted)] == wanted for have in led):
+            parts.append(f"create index on {b} ({idents(wanted)});")
+            parts.append(f"create index on {d} ({LAYER}, {idents(wanted)});")
+            led.add(wanted)
+    return "\n".join(parts) + "\n"
+
+
+def _plain_index(b: str, d: str, index: Index) -> list[str]:
+    items = ", ".join(index.items)
+    tail = f" include ({idents(index.include)})" if index.include else ""
+    tail += f" where {index.predicate}" if index.predicate else ""
+    made = [f"create index on {b} using {index.method} ({items}){tail};"]
+    if index.method == "btree":  # others can't be led by the layer; delta rows of a chain are found by (layer, key)
+        made.append(f"create index on {d} ({LAYER}, {items}){tail};")
+    return made
+
+
+def policy(state: str, table: Table) -> str:
+    """What a chain sees of the table: base rows that no layer of the chain shadows, and the newest delta rows."""
+    p, d = parent(state, table.name), delta(state, table.name)
+    row = ident(table.name)
+    shadowed = f"select from {d} _mm_n where _mm_n.{LAYER} = any ({CHAIN}) and {match('_mm_n', row, table.primary)}"
+    return f"""
+alter table {p} enable row level security;
+create policy "~chain" on {p} for select to {VIEW_ROLE} using (
+  {LAYER} = any ({CHAIN}) and not {DELETED} and case when {LAYER} = 0
+    then not exists ({shadowed})
+    else not exists ({shadowed} and _mm_n.{LAYER} > {row}.{LAYER}) end
+);
+grant select on {p}, {d} to {VIEW_ROLE};
+"""

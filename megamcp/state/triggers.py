@@ -1,0 +1,267 @@
+"""SQL of the triggers that turn a write through a view into rows of the head layer.
+
+Three INSTEAD OF row triggers a table, and a statement trigger before and after. What they keep to:
+
+- The order of PostgreSQL's checks: NOT NULL by column, CHECK by name, is the row still untouched, unique keys by
+  index, foreign keys. Same SQLSTATE, constraint name, table, column, message and detail.
+- A row is touched once a command. Each statement draws a stamp; the head's row of a key carries the stamp of
+  the statement that wrote it last; a second match finds its own stamp and returns NULL (21000 in a MERGE).
+- Two data-modifying parts of one command on one table can't be told apart by stamps, so they are refused (0A000).
+- A delete leaves a tombstone with the whole old row: domains that forbid null hold there too.
+
+Foreign keys end in `foreign_keys`; what can't be decided while rows still move waits there for the statement's end.
+"""
+
+from megamcp.state import clock, foreign_keys, probes
+from megamcp.state.catalog import Catalog, Column, Key, Table
+from megamcp.state.expressions import changed as differs
+from megamcp.state.expressions import over_new, over_sequences
+from megamcp.state.names import DELETED, LAYER, STAMP, body_quote, hidden, ident, idents, literal
+from megamcp.state.tables import delta
+
+_HEAD = """language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan as"""
+
+
+def core(state: str) -> str:
+    """The statement triggers' functions, shared by the tables of a state."""
+    s = ident(state)
+    return f"""
+create function {s}."~before"() returns trigger {_HEAD} $body$
+declare
+  _setting text := 'megamcp.t' || tg_argv[0];
+  _done text;
+begin
+  if current_setting(_setting, true) <> '' then
+    if current_query() ~* '\\mmerge\\M' then
+      return null;  -- MERGE fires this once for INSERT, UPDATE and DELETE each
+    end if;
+    raise exception 'two parts of one command write table "%"', tg_table_name
+      using errcode = '0A000', hint = 'Write the table in statements of their own.';
+  end if;
+  _done := megamcp.verified(true);
+  _done := set_config(_setting, nextval('megamcp.stamp_seq')::text, true);
+  return null;
+end $body$;
+create function {s}."~after"() returns trigger {_HEAD} $body$
+declare
+  _done text := set_config('megamcp.t' || tg_argv[0], '', true);
+begin
+  if current_setting('megamcp.queued', true) = 'on' then
+    perform {s}."~drain"();
+  end if;
+  return null;
+end $body$;
+"""
+
+
+def _violation(visible: str, table: Table, code: str, message: str, detail: str, **place: str) -> str:
+    """A RAISE with the fields PostgreSQL would set. `message` and `detail` are SQL expressions."""
+    fields = "".join(f", {name} = {literal(value)}" for name, value in place.items())
+    return (
+        f"raise exception using errcode = {literal(code)}, message = {message}, detail = {detail},\n"
+        f"      schema = {literal(visible)}, table = {literal(table.name)}{fields};"
+    )
+
+
+def _failing_row(table: Table) -> str:
+    values = ", ".join(f"megamcp.shown(new.{ident(c)})" for c in table.names)
+    return f"megamcp.failing_row(variadic array[{values}])"
+
+
+def _generated(table: Table, update: bool) -> str:
+    lines: list[str] = []
+    for column in table.columns:
+        if column.generated is None:
+            continue
+        name = ident(column.name)
+        given = f"new.{name} is not null"
+        if update:
+            given += f" and {differs(table, [column.name], 'new', 'old')}"
+            text = literal(f'column "{column.name}" can only be updated to DEFAULT')
+        else:
+            text = literal(f'cannot insert a non-DEFAULT value into column "{column.name}"')
+        detail = literal(f'Column "{column.name}" is a generated column.')
+        lines.append(
+            f"  if {given} then\n    raise exception using errcode = '428C9', message = {text}, detail = {detail};\n  end if;\n"
+            f"  new.{name} := {over_new(column.generated, table.names)};\n"
+        )
+    return "".join(lines)
+
+
+def _identity(catalog: Catalog, table: Table, update: bool) -> str:
+    lines: list[str] = []
+    for column in table.columns:
+        if column.identity != "a" or column.sequence is None:
+            continue
+        name = ident(column.name)
+        sequence = next(s for s in catalog.sequences if s.name == column.sequence)
+        drawn = f"split_part(current_setting({literal(clock.setting(sequence))}, true), ':', 2)"
+        given = f"new.{name}::text is distinct from {drawn}"
+        text = f'cannot insert a non-DEFAULT value into column "{column.name}"'
+        if update:
+            given = f"new.{name} is distinct from old.{name} and {given}"
+            text = f'column "{column.name}" can only be updated to DEFAULT'
+        detail = f'Column "{column.name}" is an identity column defined as GENERATED ALWAYS.'
+        lines.append(
+            f"  if {given} then\n    raise exception using errcode = '428C9', message = {literal(text)}, "
+            f"detail = {literal(detail)}{_overriding(update)};\n  end if;\n"
+        )
+    return "".join(lines)
+
+
+def _overriding(update: bool) -> str:
+    return "" if update else ", hint = 'Use OVERRIDING SYSTEM VALUE to override.'"
+
+
+def _row_checks(visible: str, table: Table) -> str:
+    lines: list[str] = []
+    for column in table.columns:
+        if column.not_null:
+            text = f'null value in column "{column.name}" of relation "{table.name}" violates not-null constraint'
+            raised = _violation(visible, table, "23502", literal(text), _failing_row(table), column=column.name)
+            lines.append(f"  if new.{ident(column.name)} is null then\n    {raised}\n  end if;\n")
+    for check in table.checks:
+        text = f'new row for relation "{table.name}" violates check constraint "{check.name}"'
+        raised = _violation(
+            visible, table, "23514", literal(text), _failing_row(table), constraint=check.name
+        )
+        lines.append(
+            f"  if ({over_new(check.expression, table.names)}) is false then\n    {raised}\n  end if;\n"
+        )
+    return "".join(lines)
+
+
+def key_detail(columns: tuple[str, ...], record: str, tail: str, *, quoted: bool) -> str:
+    """SQL expression: `Key (a, b)=(1, x) tail`."""
+    names = ", ".join(_as_needed(c) if quoted else c for c in columns)
+    values = " || ', ' || ".join(f"coalesce(megamcp.shown({record}.{ident(c)}), 'null')" for c in columns)
+    return f"{literal(f'Key ({names})=(')} || {values} || {literal(f') {tail}')}"
+
+
+def _as_needed(name: str) -> str:
+    plain = name.isascii() and name.replace("_", "a").isalnum() and name == name.lower() and not name[0].isdigit()
+    return name if plain else ident(name)
+
+
+def _unique(state: str, visible: str, table: Table, key: Key, *, but: bool, changed: bool) -> str:
+    values = [f"new.{ident(c)}" for c in key.columns]
+    if key.primary:
+        found = probes.by_key(state, table, values)
+    else:
+        found = probes.by_columns(state, table, key.columns, values, but="new" if but else None)
+        found = " and ".join([*(f"{v} is not null" for v in values), found])
+    if changed:
+        found = f"{differs(table, key.columns, 'new', 'old')} and {found}"
+    text = literal(f'duplicate key value violates unique constraint "{key.name}"')
+    detail = key_detail(key.columns, "new", "already exists.", quoted=True)
+    raised = _violation(visible, table, "23505", text, detail, constraint=key.name)
+    return f"  if {found} then\n    {raised}\n  end if;\n"
+
+
+def _write(state: str, table: Table, record: str, deleted: bool, *, once: bool) -> str:
+    """Puts the row of `record` into the head; with `once`, leaves a row of this statement alone (FOUND is false)."""
+    names, d = idents(table.names), delta(state, table.name)
+    sets = [f"{ident(c)} = excluded.{ident(c)}" for c in table.names]
+    sets += [f"{DELETED} = excluded.{DELETED}", f"{STAMP} = excluded.{STAMP}"]
+    guard = f"\n    where _mm_d.{STAMP} <> excluded.{STAMP}" if once else ""
+    return (
+        f"  insert into {d} as _mm_d ({names}, {LAYER}, {DELETED}, {STAMP})\n"
+        f"  values ({idents(table.names, record)}, _mm_head, {'true' if deleted else 'false'}, _mm_stamp)\n"
+        f"  on conflict ({LAYER}, {idents(table.primary)}) do update set {', '.join(sets)}{guard};\n"
+    )
+
+
+_TOUCHED = """  if not found then
+    if current_query() ~* '\\mmerge\\M' then
+      raise exception 'MERGE command cannot affect row a second time' using errcode = '21000',
+        hint = 'Ensure that not more than one source row matches any one target row.';
+    end if;
+    return null;
+  end if;
+"""
+
+
+def _function(state: str, table: Table, event: str, body: str) -> str:
+    text = f"""#variable_conflict use_column
+declare
+  _mm_bound text := megamcp.verified(true);
+  _mm_chain bigint[] := split_part(_mm_bound, '|', 1)::bigint[];
+  _mm_head bigint := split_part(_mm_bound, '|', 2)::bigint;
+  _mm_stamp bigint := current_setting('megamcp.t{table.number}')::bigint;
+begin
+{body}end"""
+    return (
+        f"create function {ident(state)}.{ident(hidden(table.name, event))}() returns trigger {_HEAD} "
+        f"{body_quote(text)};\n"
+    )
+
+
+def _update_body(state: str, visible: str, catalog: Catalog, table: Table) -> str:
+    rest = [key for key in table.keys if not key.primary]
+    same = _write(state, table, "new", False, once=True) + _TOUCHED
+    same += "".join(_unique(state, visible, table, key, but=True, changed=True) for key in rest)
+    moved = _write(state, table, "old", True, once=True) + _TOUCHED
+    moved += "".join(
+        _unique(state, visible, table, key, but=False, changed=not key.primary) for key in table.keys
+    )
+    moved += _write(state, table, "new", False, once=False)
+    return (
+        _identity(catalog, table, update=True)
+        + _generated(table, update=True)
+        + _row_checks(visible, table)
+        + f"  if {match_old_new(table)} then\n{same}  else\n{moved}  end if;\n"
+        + foreign_keys.on_write(state, visible, catalog, table, update=True)
+        + foreign_keys.on_leave(state, catalog, table, update=True)
+        + "  return new;\n"
+    )
+
+
+def match_old_new(table: Table) -> str:
+    return " and ".join(f"new.{ident(c)} = old.{ident(c)}" for c in table.primary)
+
+
+def create(state: str, visible: str, catalog: Catalog, table: Table) -> str:
+    """The three functions of a table and the triggers on its view."""
+    insert = (
+        _identity(catalog, table, update=False)
+        + _generated(table, update=False)
+        + _row_checks(visible, table)
+        + "".join(_unique(state, visible, table, key, but=False, changed=False) for key in table.keys)
+        + _write(state, table, "new", False, once=False)
+        + foreign_keys.on_write(state, visible, catalog, table, update=False)
+        + "  return new;\n"
+    )
+    delete = (
+        _write(state, table, "old", True, once=True)
+        + _TOUCHED
+        + foreign_keys.on_leave(state, catalog, table, update=False)
+        + "  return old;\n"
+    )
+    parts = [
+        _function(state, table, "insert", insert),
+        _function(state, table, "update", _update_body(state, visible, catalog, table)),
+        _function(state, table, "delete", delete),
+    ]
+    s, view = ident(state), f"{ident(visible)}.{ident(table.name)}"
+    for event in ("insert", "update", "delete"):
+        function = f"{s}.{ident(hidden(table.name, event))}()"
+        parts.append(
+            f'create trigger "~{event}" instead of {event} on {view} for each row execute function {function};\n'
+        )
+    for moment in ("before", "after"):
+        parts.append(
+            f'create trigger "~{moment}" {moment} insert or update or delete on {view} '
+            f"for each statement execute function {s}.\"~{moment}\"('{table.number}');\n"
+        )
+    return "".join(parts)
+
+
+def default_of(state: str, column: Column) -> str | None:
+    """The expression of a view column's default; identity columns draw from their sequence."""
+    if column.identity and column.sequence:
+        call = clock.next_value(state, column.sequence)
+        return call if column.type == "bigint" else f"{call}::{column.type}"
+    if column.default is None:
+        return None
+    return over_sequences(column.default, lambda name: (state, hidden(name, "next")))
