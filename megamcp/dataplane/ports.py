@@ -26,9 +26,7 @@ class ChildTarget:
     cwd: str | None = None
 
     @classmethod
-    def sdk(
-        cls, entry: str, environ: Mapping[str, str] | None = None, cwd: str | None = None
-    ) -> "ChildTarget":
+    def sdk(cls, entry: str, environ: Mapping[str, str] | None = None, cwd: str | None = None) -> "ChildTarget":
         """A server written with `megamcp.sdk`; `entry` is `package.module:attribute`."""
         return cls((sys.executable, "-m", "megamcp.sdk", entry, "--socket", SOCKET), environ or {}, cwd)
 

@@ -130,9 +130,7 @@ class Upstream:
     async def aclose(self) -> None:
         await self._http.close()
 
-    async def call(
-        self, call: ToolCall, *, handle: str | None = None, progress: Progress | None = None
-    ) -> wire.Reply:
+    async def call(self, call: ToolCall, *, handle: str | None = None, progress: Progress | None = None) -> wire.Reply:
         """Runs one tool call. Raises UpstreamLost, UpstreamError. The caller sets the deadline."""
         if (era := self._era) is None:
             era = await self.negotiate()
@@ -228,8 +226,7 @@ class Upstream:
 
     async def _say_cancelled(self, headers: CIMultiDict[str], number: bytes) -> None:
         body = (
-            b'{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":%b,"reason":"left"}}'
-            % number
+            b'{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":%b,"reason":"left"}}' % number
         )
         with contextlib.suppress(Exception):
             # Shielded from the cancellation that brought us here, and short: the caller is leaving.
@@ -461,9 +458,7 @@ class Upstream:
             body = (
                 wire.result_message(number, b"{}")
                 if envelope.method == "ping"
-                else wire.error_message(
-                    number, b'{"code":-32601,"message":"No such capability is declared."}'
-                )
+                else wire.error_message(number, b'{"code":-32601,"message":"No such capability is declared."}')
             )
             await self._post_quietly(body, headers)
 

@@ -65,9 +65,7 @@ class RpcFailure(Exception):
     def of(cls, error: MegaMCPError) -> "RpcFailure":
         """The one mapping from the error tree to JSON-RPC."""
         retry_after = error.extra.get("retry_after")
-        return cls(
-            error.jsonrpc, error.message, status=error.status, data=error.rpc_data(), retry_after=retry_after
-        )
+        return cls(error.jsonrpc, error.message, status=error.status, data=error.rpc_data(), retry_after=retry_after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +133,7 @@ def read_members(raw: msgspec.Raw | bytes, what: str) -> dict[str, msgspec.Raw]:
     try:
         return _members.decode(raw)
     except (msgspec.DecodeError, RecursionError):
-        raise RpcFailure(
-            INVALID_PARAMS, f"{what} must be an object.", data={"code": "invalid_params"}
-        ) from None
+        raise RpcFailure(INVALID_PARAMS, f"{what} must be an object.", data={"code": "invalid_params"}) from None
 
 
 def read_string(raw: msgspec.Raw | None, what: str) -> str:
@@ -145,9 +141,7 @@ def read_string(raw: msgspec.Raw | None, what: str) -> str:
     try:
         return _text.decode(raw if raw is not None else b"null")
     except msgspec.DecodeError:
-        raise RpcFailure(
-            INVALID_PARAMS, f"{what} must be a string.", data={"code": "invalid_params"}
-        ) from None
+        raise RpcFailure(INVALID_PARAMS, f"{what} must be a string.", data={"code": "invalid_params"}) from None
 
 
 def request_id(envelope: Envelope) -> bytes | None:
@@ -157,9 +151,7 @@ def request_id(envelope: Envelope) -> bytes | None:
     raw = bytes(envelope.id)
     if raw[0] == 0x22 or _INTEGER.fullmatch(raw):
         return raw
-    raise RpcFailure(
-        INVALID_REQUEST, "The id must be a string or an integer.", data={"code": "invalid_request"}
-    )
+    raise RpcFailure(INVALID_REQUEST, "The id must be a string or an integer.", data={"code": "invalid_request"})
 
 
 def result_message(message_id: bytes, result: bytes) -> bytes:

@@ -1,0 +1,322 @@
+"""The one path of a tool call, whoever makes it: an agent over MCP or a program over REST.
+
+    name → route → turn in the rollout's queue → handle or intent → the tool server → what it answered
+
+Every way a call can end is settled with the control plane before it is told to the caller:
+
+- *exactly once* (schema state): the server records the call in the transaction of its effects. When its answer
+  does not arrive, `end_call` decides what happened. After a server's death the call is run once more under a new
+  handle, which is safe because the old one can take no effect any more.
+- *at most once* (everything else): an intent row is durable before the server sees the call, the outcome before
+  the caller does. A call that was cut off is never run again.
+
+What it does not do: read arguments or results, hold locks (PostgreSQL does), know HTTP or JSON-RPC ids.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megamcp.dataplane import mirrored, wire
+from megamcp.dataplane.gate import Gates
+from megamcp.dataplane.links import Environments, Link, Route
+from megamcp.dataplane.ports import ControlPort, Intent, Limits, RolloutView
+from megamcp.dataplane.upstream import Progress, ToolCall, UpstreamLost, header_value
+from megamcp.errors import BadRequest, DeadlineExceeded, MegaMCPError, NoCapacity, UpstreamError
+
+log = logging.getLogger(__name__)
+
+MAX_KEY_BYTES = 512
+
+
+class Cancelled(MegaMCPError):
+    """The caller cancelled the call or left. Recorded, never raised."""
+
+    status, jsonrpc, default_code = 499, -32800, "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRequest:
+    """A call as its maker wrote it. `call.name` is the name in the environment's list. `mirrored` are the
+    `Mcp-Param-*` headers of a 2026-07-28 client, None where the maker knows none."""
+
+    call: ToolCall
+    idempotency_key: str | None = None
+    mirrored: Sequence[tuple[bytes, bytes]] | None = None
+
+
+class Calls:
+    """Runs calls. Holds nothing about a rollout that has none in flight."""
+
+    def __init__(self, control: ControlPort, environments: Environments, limits: Limits) -> None:
+        self._control = control
+        self._environments = environments
+        self._limits = limits
+        self._gates = Gates(limits.readers_per_rollout, limits.waiting_per_rollout)
+        self._running = 0
+        self._settling: set[asyncio.Task[Any]] = set()
+
+    @property
+    def in_flight(self) -> int:
+        return self._running
+
+    async def call(self, rollout: RolloutView, request: CallRequest, progress: Progress | None = None) -> wire.Reply:
+        """Runs one call to its end. A tool's own error is a reply, not an exception.
+
+        Raises NotFound (no such tool), NoCapacity, DeadlineExceeded, UpstreamError, Unavailable, and what the
+        control plane raises. Cancelling the task cancels the call, and returns when that is settled.
+        """
+        if self._running >= self._limits.calls_in_flight:
+            raise NoCapacity(f"{self._running} calls are in flight in this gateway process.")
+        if (key := request.idempotency_key) is not None and not 0 < len(key.encode()) <= MAX_KEY_BYTES:
+            raise BadRequest(f"An idempotency key has 1 to {MAX_KEY_BYTES} bytes.", code="bad_idempotency_key")
+        self._running += 1
+        try:
+            return await self._queued(rollout, request, progress)
+        finally:
+            self._running -= 1
+
+    async def _queued(self, rollout: RolloutView, request: CallRequest, progress: Progress | None) -> wire.Reply:
+        view = await self._control.environment(rollout.environment_id)
+        environment = self._environments.of(view)
+        started = asyncio.get_running_loop().time()
+        deadline = started + self._limits.call_timeout_s
+        writes: bool | None = None
+        try:
+            async with asyncio.timeout_at(deadline) as scope:
+                route = await environment.route(request.call.name)
+                if (own := route.link.server.call_timeout_s) is not None:
+                    deadline = started + own
+                    scope.reschedule(deadline)
+                # A server without state of ours has nothing that its callers could harm in parallel.
+                wanted = route.link.server.exactly_once and not route.tool.read_only
+                await self._gates.enter(rollout.id, writes=wanted)
+                writes = wanted
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"The call of {request.call.name!r} did not get its turn before its deadline; it was not run."
+            ) from None
+        try:
+            call = _addressed(request, route)
+            if route.link.server.exactly_once:
+                return await self._exactly_once(rollout, route, call, request, deadline, progress)
+            return await self._at_most_once(rollout, route, call, request, deadline, progress)
+        finally:
+            assert writes is not None
+            self._gates.leave(rollout.id, writes=writes)
+
+    # Exactly once
+
+    async def _exactly_once(
+        self,
+        rollout: RolloutView,
+        route: Route,
+        call: ToolCall,
+        request: CallRequest,
+        deadline: float,
+        progress: Progress | None,
+    ) -> wire.Reply:
+        link = route.link
+        remaining = deadline - asyncio.get_running_loop().time()
+        for attempt in (1, 2):
+            handle = self._control.mint(
+                rollout,
+                link.server.name,
+                tool=call.name,
+                arguments=call.arguments,
+                writable=not route.tool.read_only,
+                idempotency_key=request.idempotency_key,
+                deadline=time.time() + remaining,
+            )
+            try:
+                async with asyncio.timeout_at(deadline):
+                    upstream = await link.upstream()
+                    return await upstream.call(call, handle=handle, progress=progress)
+            except TimeoutError:
+                link.seems_stuck()
+                return await self._settle(rollout, handle, call, _too_late(call, link))
+            except UpstreamLost as error:
+                lost = _with_tail(error, link)
+                if attempt == 2:
+                    return await self._settle(rollout, handle, call, lost)
+                if not error.sent:
+                    continue
+                if (reply := await self._ended(rollout, handle, call, None)) is not None:
+                    return reply
+                log.info(
+                    "%s died with a call of %s; it had no effect and is run again",
+                    link.server.name,
+                    call.name,
+                )
+            except UpstreamError as error:
+                # The answer makes no sense, or the server could not be started: the call may have run.
+                return await self._settle(rollout, handle, call, error)
+            except asyncio.CancelledError:
+                cancelled = Cancelled("The call was cancelled.")
+                await self._sheltered(self._settle(rollout, handle, call, cancelled))
+                raise
+            remaining = deadline - asyncio.get_running_loop().time()
+        raise AssertionError("unreachable")
+
+    async def _settle(self, rollout: RolloutView, handle: str, call: ToolCall, error: MegaMCPError) -> wire.Reply:
+        """The result of a call without an answer if it did commit one; else `error` is recorded and raised."""
+        reply = await self._ended(rollout, handle, call, _as_result(error))
+        if reply is None:
+            raise error
+        return reply
+
+    async def _ended(self, rollout: RolloutView, handle: str, call: ToolCall, error: bytes | None) -> wire.Reply | None:
+        recorded = await self._control.end_call(rollout, handle, tool=call.name, arguments=call.arguments, error=error)
+        return wire.result_as_reply(recorded.result, recorded.is_error) if recorded is not None else None
+
+    # At most once
+
+    async def _at_most_once(
+        self,
+        rollout: RolloutView,
+        route: Route,
+        call: ToolCall,
+        request: CallRequest,
+        deadline: float,
+        progress: Progress | None,
+    ) -> wire.Reply:
+        run = _Run()
+        # In a task of its own: a cancellation may cut the exchange with the server, never the two rows around it.
+        task = asyncio.create_task(self._intended(run, rollout, route, call, request, deadline, progress))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.done():
+                raise
+            run.cancelled = True
+            if run.exchanging:
+                task.cancel()
+            self._keep(task)
+            await asyncio.wait({task})
+            raise
+
+    async def _intended(
+        self,
+        run: "_Run",
+        rollout: RolloutView,
+        route: Route,
+        call: ToolCall,
+        request: CallRequest,
+        deadline: float,
+        progress: Progress | None,
+    ) -> wire.Reply:
+        link = route.link
+        intent = await self._control.call_intent(
+            rollout,
+            link.server.name,
+            tool=call.name,
+            arguments=call.arguments,
+            idempotency_key=request.idempotency_key,
+        )
+        if intent.replayed is not None:
+            return wire.result_as_reply(intent.replayed.result, intent.replayed.is_error)
+        error: MegaMCPError
+        try:
+            if run.cancelled:
+                raise asyncio.CancelledError
+            run.exchanging = True
+            async with asyncio.timeout_at(deadline):
+                upstream = await link.upstream()
+                reply = await upstream.call(call, progress=progress)
+            run.exchanging = False
+        except TimeoutError:
+            link.seems_stuck()
+            error = _too_late(call, link)
+        except UpstreamLost as lost:
+            error = _with_tail(lost, link)
+        except asyncio.CancelledError:
+            error = Cancelled("The call was cancelled.")
+        except MegaMCPError as other:
+            error = other
+        else:
+            if reply.failed:
+                _, message, _ = wire.peek_error(reply.body)
+                await self._control.call_outcome(intent, wire.error_as_result(reply.body, message), True)
+            else:
+                await self._control.call_outcome(intent, reply.body, wire.is_tool_error(reply.body))
+            return reply
+        run.exchanging = False
+        await self._fail(intent, error)
+        raise error
+
+    async def _fail(self, intent: Intent, error: MegaMCPError) -> None:
+        await self._control.call_outcome(intent, _as_result(error), True)
+
+    # Endings that outlive their caller
+
+    async def _sheltered(self, settling: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(settling)
+        self._keep(task)
+        await asyncio.wait({task})
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._settling.add(task)
+        task.add_done_callback(self._settled)
+
+    def _settled(self, task: asyncio.Task[Any]) -> None:
+        self._settling.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, MegaMCPError):
+                log.info("cancelled call: %s", error.message)
+            else:
+                log.error("a cancelled call could not be settled", exc_info=error)
+
+    async def aclose(self) -> None:
+        """Waits until every ending is recorded."""
+        while self._settling:
+            await asyncio.wait(self._settling)
+
+
+class _Run:
+    """What the owner of an at-most-once call must know to cancel it at the right place."""
+
+    __slots__ = ("cancelled", "exchanging")
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self.exchanging = False
+
+
+def _addressed(request: CallRequest, route: Route) -> ToolCall:
+    """The call under the name that its server knows, with the headers that the tool asks for."""
+    call, tool = request.call, route.tool
+    if not tool.mirrored and call.name == tool.name:
+        return call
+    headers: tuple[tuple[str, str], ...] = ()
+    if tool.mirrored:
+        if request.mirrored is not None:
+            try:
+                mirrored.check(tool.mirrored, call.arguments, request.mirrored)
+            except mirrored.Mismatch as error:
+                raise wire.RpcFailure(wire.HEADER_MISMATCH, f"{error}.", data={"code": "header_mismatch"}) from None
+        headers = tuple(
+            (header, header_value(text)) for header, text in mirrored.headers_for(tool.mirrored, call.arguments)
+        )
+    return ToolCall(tool.name, call.arguments, call.meta, call.modern, call.more, headers, call.progress_token)
+
+
+def _too_late(call: ToolCall, link: Link) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"Tool {call.name!r} of server {link.server.name!r} did not answer before its deadline; it was ended.",
+        hint="Call it with less to do, or raise the server's call_timeout_s.",
+    )
+
+
+def _with_tail(error: UpstreamLost, link: Link) -> UpstreamLost:
+    """A dead child's own last words are the best explanation there is."""
+    tail = link.child.tail if link.child is not None else ""
+    if not tail:
+        return error
+    return UpstreamLost(error.message, sent=error.sent, code=error.code, hint=f"It printed last: {tail[-500:]}")
+
+
+def _as_result(error: MegaMCPError) -> bytes:
+    return wire.error_as_result(wire.error_object(wire.RpcFailure.of(error)), error.message)

@@ -1,0 +1,191 @@
+"""What a client may say, in both eras of the protocol, and what the gateway says about itself.
+
+A request that names 2026-07-28 in `MCP-Protocol-Version` stands alone: its headers must agree with its body. Every
+other request belongs to the handshake era, whose sessions hold no state here. Nothing in this module knows how a
+tool is called. Sources: specification 2026-07-28 (streamable HTTP, versioning) and 2025-11-25 (transports, lifecycle).
+"""
+
+import secrets
+from dataclasses import dataclass, field
+
+import msgspec
+
+from megamcp.dataplane import mirrored, wire
+from megamcp.dataplane.upstream import CAPABILITIES_KEY, HANDSHAKE, MODERN, PROTOCOL_KEY
+
+SUPPORTED = (MODERN, *HANDSHAKE)
+BATCHES = "2025-03-26"
+"""The only revision with batches; also what a request without a version header is taken for."""
+
+SERVER_KEY = "io.modelcontextprotocol/serverInfo"
+LIST_TTL_MS = 300_000
+
+_NAMED = {"tools/call": "name", "prompts/get": "name", "resources/read": "uri"}
+_ROUTING = frozenset({b"mcp-protocol-version", b"mcp-method", b"mcp-name"})
+_READ = _ROUTING | {
+    b"accept",
+    b"authorization",
+    b"content-length",
+    b"content-type",
+    b"idempotency-key",
+    b"mcp-session-id",
+    b"origin",
+    b"x-rollout-id",
+}
+
+
+@dataclass(slots=True)
+class Head:
+    """The headers that matter, by lower-case name; `mirrored` are the `Mcp-Param-*` ones."""
+
+    values: dict[bytes, bytes] = field(default_factory=dict)
+    mirrored: list[tuple[bytes, bytes]] = field(default_factory=list)
+    repeated: bytes | None = None
+
+    @classmethod
+    def of(cls, headers: list[tuple[bytes, bytes]]) -> "Head":
+        head = cls()
+        values = head.values
+        for name, value in headers:
+            if name in _READ:
+                if name in values and name in _ROUTING:
+                    head.repeated = name
+                values[name] = value
+            elif name.startswith(mirrored.PREFIX):
+                head.mirrored.append((name, value))
+        return head
+
+    def text(self, name: bytes) -> str | None:
+        value = self.values.get(name)
+        return value.decode("latin-1") if value is not None else None
+
+
+def is_modern(head: Head, envelope: wire.Envelope, body: bytes) -> bool:
+    """Which era a request belongs to. Raises for a version that is spoken in neither.
+
+    `initialize` opens a handshake-era session whatever the header says (clients that probed first send it).
+    """
+    version = head.text(b"mcp-protocol-version")
+    if version == MODERN:
+        return True
+    if envelope.method == "initialize":
+        return False
+    if version is not None and version not in HANDSHAKE:
+        raise unsupported(version)
+    if PROTOCOL_KEY.encode() in body and _claims_version(envelope):
+        raise _mismatch("The MCP-Protocol-Version header is missing or differs from the version in _meta.")
+    return False
+
+
+def _claims_version(envelope: wire.Envelope) -> bool:
+    """Whether `_meta` names a protocol version (the words alone may stand in arguments)."""
+    try:
+        params = wire.read_members(envelope.params, "params")
+        return PROTOCOL_KEY in wire.read_members(params.get("_meta", wire.ABSENT), "_meta")
+    except wire.RpcFailure:
+        return False
+
+
+def check_modern(head: Head, method: str, params: dict[str, msgspec.Raw]) -> None:
+    """The checks of a 2026-07-28 request, in the specification's order."""
+    meta_raw = params.get("_meta")
+    if meta_raw is None:
+        raise _incomplete(PROTOCOL_KEY, CAPABILITIES_KEY)
+    meta = wire.read_members(meta_raw, "_meta")
+    missing = [key for key in (PROTOCOL_KEY, CAPABILITIES_KEY) if key not in meta]
+    if missing:
+        raise _incomplete(*missing)
+    if head.repeated is not None:
+        raise _mismatch(f"The header {head.repeated.decode()} was sent more than once.")
+    version = wire.read_string(meta[PROTOCOL_KEY], PROTOCOL_KEY)
+    if head.text(b"mcp-protocol-version") != version:
+        raise _mismatch("The MCP-Protocol-Version header differs from the version in _meta.")
+    if head.text(b"mcp-method") != method:
+        raise _mismatch("The Mcp-Method header is missing or differs from the method.")
+    if (key := _NAMED.get(method)) is not None and key in params:
+        value = head.values.get(b"mcp-name")
+        if value is None or mirrored.decode_value(value) != wire.read_string(params[key], key):
+            raise _mismatch(f"The Mcp-Name header is missing or differs from params.{key}.")
+
+
+def _incomplete(*keys: str) -> wire.RpcFailure:
+    return wire.RpcFailure(
+        wire.INVALID_PARAMS, f"params._meta lacks {' and '.join(keys)}.", data={"code": "invalid_params"}
+    )
+
+
+def _mismatch(message: str) -> wire.RpcFailure:
+    return wire.RpcFailure(wire.HEADER_MISMATCH, message, data={"code": "header_mismatch"})
+
+
+def unsupported(version: str) -> wire.RpcFailure:
+    return wire.RpcFailure(
+        wire.UNSUPPORTED_VERSION,
+        "Unsupported protocol version",
+        data={
+            "code": "unsupported_protocol_version",
+            "supported": list(SUPPORTED),
+            "requested": version[:100],
+        },
+    )
+
+
+class _InitializeParams(msgspec.Struct):
+    protocolVersion: str
+
+
+def negotiated(params: msgspec.Raw) -> str:
+    """The revision of a new handshake-era session: the client's if it is spoken here, else the newest."""
+    try:
+        asked = msgspec.json.decode(params, type=_InitializeParams).protocolVersion
+    except (msgspec.DecodeError, RecursionError):
+        raise wire.RpcFailure(
+            wire.INVALID_PARAMS, "initialize needs a protocolVersion.", data={"code": "invalid_params"}
+        ) from None
+    return asked if asked in HANDSHAKE else HANDSHAKE[0]
+
+
+def _self(name: str, version: str) -> dict[str, str]:
+    return {"name": name, "version": version}
+
+
+def initialize_result(protocol: str, name: str, version: str, instructions: str | None) -> bytes:
+    result: dict[str, object] = {
+        "protocolVersion": protocol,
+        "capabilities": {"tools": {}},
+        "serverInfo": _self(name, version),
+    }
+    if instructions is not None:
+        result["instructions"] = instructions
+    return wire.encode(result)
+
+
+def discover_result(name: str, version: str, instructions: str | None) -> bytes:
+    result: dict[str, object] = {
+        "resultType": "complete",
+        "supportedVersions": SUPPORTED,
+        "capabilities": {"tools": {}},
+        "ttlMs": LIST_TTL_MS,
+        "cacheScope": "private",
+        "_meta": {SERVER_KEY: _self(name, version)},
+    }
+    if instructions is not None:
+        result["instructions"] = instructions
+    return wire.encode(result)
+
+
+def list_result(tools: bytes, cursor: str | None, *, modern: bool) -> bytes:
+    """One page of tools, its descriptions as their servers wrote them."""
+    after = b',"nextCursor":' + wire.encode(cursor) if cursor is not None else b""
+    if modern:
+        after += b',"resultType":"complete","ttlMs":%d,"cacheScope":"private"' % LIST_TTL_MS
+    return b'{"tools":[%b]%b}' % (tools, after)
+
+
+def new_session(rollout: str) -> str:
+    """A session id. It names its rollout, so that any gateway process can serve it and none stores it."""
+    return f"{rollout}.{secrets.token_hex(8)}"
+
+
+def rollout_of_session(session: str) -> str:
+    return session.partition(".")[0]

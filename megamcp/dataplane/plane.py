@@ -1,0 +1,75 @@
+"""The data plane put together: one object for the application to host, call and close."""
+
+from megamcp.dataplane import wire
+from megamcp.dataplane.asgi import Receive, Scope, Send
+from megamcp.dataplane.calls import CallRequest, Calls
+from megamcp.dataplane.endpoint import Endpoint
+from megamcp.dataplane.links import Environment, Environments
+from megamcp.dataplane.ports import ControlPort, Limits, RolloutView
+from megamcp.dataplane.upstream import ToolCall
+from megamcp.errors import MegaMCPError, Unprocessable, UpstreamError
+
+
+class Dataplane:
+    """Host `app` for the paths that `serves` says are its own. Children start when they are first needed."""
+
+    def __init__(self, control: ControlPort, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        self._control = control
+        self._environments = Environments(limits)
+        self._calls = Calls(control, self._environments, limits)
+        self._endpoint = Endpoint(control, self._environments, self._calls, limits)
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application, for scopes of type `http`."""
+        await self._endpoint(scope, receive, send)
+
+    @staticmethod
+    def serves(path: str) -> bool:
+        return Endpoint.serves(path)
+
+    @property
+    def in_flight(self) -> int:
+        """Calls that run or wait now."""
+        return self._calls.in_flight
+
+    def cancel(self, rollout_id: str, session: str, request_id: str) -> bool:
+        """For `ControlPort.cancel_elsewhere` of another process."""
+        return self._endpoint.cancel(rollout_id, session, request_id)
+
+    async def tools(self, rollout_id: str) -> bytes:
+        """JSON array of the rollout's tools, as its agent sees them. Raises NotFound, Gone, UpstreamError."""
+        tools = await (await self._environment(rollout_id)).tool_list()
+        return b"[%b]" % b",".join(tools.pages)
+
+    async def call(self, rollout_id: str, tool: str, arguments: bytes, *, idempotency_key: str | None = None) -> bytes:
+        """One tool call on the path that agents' calls take; `arguments` is the JSON text of an object.
+
+        Returns the JSON text of the CallToolResult, a tool's own error included. Raises what `Calls.call`
+        raises; a tool server's JSON-RPC error is Unprocessable (arguments) or UpstreamError.
+        """
+        rollout = await self._control.rollout(rollout_id)
+        reply = await self._calls.call(rollout, CallRequest(ToolCall(tool, arguments), idempotency_key))
+        if reply.failed:
+            raise _as_error(reply.body)
+        return reply.body
+
+    async def forget(self, environment_id: int) -> None:
+        """An environment was unloaded: stops its servers."""
+        await self._environments.forget(environment_id)
+
+    async def aclose(self) -> None:
+        """Waits for endings that are being recorded, then stops every child."""
+        await self._calls.aclose()
+        await self._environments.aclose()
+
+    async def _environment(self, rollout_id: str) -> Environment:
+        rollout: RolloutView = await self._control.rollout(rollout_id)
+        return self._environments.of(await self._control.environment(rollout.environment_id))
+
+
+def _as_error(error: bytes) -> MegaMCPError:
+    code, message, name = wire.peek_error(error)
+    if code == wire.INVALID_PARAMS:
+        return Unprocessable(message, code=name or "invalid_params")
+    return UpstreamError(message, code=name or "tool_server_error")
