@@ -63,6 +63,7 @@ class Store:
         self.reserved: Counter[int] = Counter()
         self.loaded: Counter[int] = Counter()
         self.balance: Counter[int] = Counter()
+        self.expiry: dict[int, date] = {}
         self.variant_rows: dict[int, tuple[int, str, str, int]] = {}
         self.method_rows: list[tuple[int, int, str, str, str | None, date | None, datetime]] = []
         self.orders_by_status: dict[str, list[tuple[int, Customer, datetime]]] = defaultdict(list)
@@ -172,7 +173,7 @@ class Store:
         if kind in ("card", "gift_card"):
             last4 = f"{dice.between(0, 9999):04}"
         if kind == "card":
-            expires = date(dice.between(2025, 2029), dice.between(1, 12), 28)
+            expires = date(dice.between(max(2025, since.year + 1), 2029), dice.between(1, 12), 28)
         brand = dice.pick(("Visa", "Mastercard", "Amex")) if kind == "card" else ""
         label = {
             "card": f"{brand} ending {last4}",
@@ -182,6 +183,8 @@ class Store:
         }[kind]
         identity = self.rows.next_id("payment_methods")
         self.method_rows.append((identity, customer.id, kind, label, last4, expires, since))
+        if expires:
+            self.expiry[identity] = expires
         if kind == "gift_card":
             self.loaded[identity] = self.balance[identity] = dice.pick((2500, 5000, 5000, 10000, 20000))
         return identity
@@ -189,6 +192,7 @@ class Store:
     def credit_of(self, customer: Customer, at: datetime) -> int:
         if customer.store_credit is None:
             customer.store_credit = self.add_method(customer, "store_credit", at)
+            self.balance[customer.store_credit] = 0
         return customer.store_credit
 
     def print_coupons(self) -> None:
@@ -230,7 +234,7 @@ class Store:
         speed = "express" if dice.chance(0.18) else "standard"
         shipping = 1495 if speed == "express" else 0 if subtotal >= 7500 else 595
         total = subtotal - discount + shipping
-        method = dice.pick(customer.methods)
+        method = self.method_for(customer, total, placed)
         if method in self.loaded and self.balance[method] < total:
             # A gift card that is too small was topped up when it was bought.
             self.loaded[method] += total
@@ -255,6 +259,18 @@ class Store:
         self.orders_by_status[status].append((order, customer, placed))
         if status in ("shipped", "delivered"):
             self.ship(order, customer, method, lines, subtotal, discount, speed, placed)
+
+    def method_for(self, customer: Customer, total: int, at: datetime) -> int:
+        """One that was good at the time; a customer without one enters a new card."""
+        usable = [
+            m
+            for m in customer.methods
+            if self.expiry.get(m, at.date()) >= at.date() and (m not in self.loaded or total < 25_000)
+        ]
+        if not usable:
+            usable = [self.add_method(customer, "card", at)]
+            customer.methods += usable
+        return self.dice.pick(usable)
 
     def coupon_for(
         self, customer: Customer, basket: list[tuple[Variant, int]], at: datetime
@@ -285,11 +301,8 @@ class Store:
         self, order: int, back: int | None, method: int, reason: str, cents: int, at: datetime
     ) -> None:
         self.rows.add("refunds", order, back, method, reason, cents, None, at)
-        if method in self.balance or self.is_credit(method):
+        if method in self.balance:
             self.balance[method] += cents
-
-    def is_credit(self, method: int) -> bool:
-        return any(c.store_credit == method for c in self.customers)
 
     def ship(
         self, order: int, customer: Customer, method: int, lines: list[Line], subtotal: int, discount: int,
@@ -299,11 +312,10 @@ class Store:
         shipped = min(placed + minutes(dice, 24, 66), CLOCK - minutes(dice, 1, 10))
         days = dice.between(1, 2) if speed == "express" else dice.between(3, 7)
         arrives = shipped + timedelta(days=days) + minutes(dice, -4, 6)
-        trouble = (
-            dice.weighted({"": 975.0, "lost": 7.0, "exception": 18.0})
-            if arrives > CLOCK - timedelta(days=25)
-            else ""
-        )
+        trouble = ""
+        if arrives > CLOCK - timedelta(days=25):
+            overdue = CLOCK - arrives > timedelta(days=2)
+            trouble = dice.weighted({"": 95.0, "lost": 2.0 if overdue else 0.0, "exception": 3.0})
         delivered = arrives if arrives < CLOCK and not trouble else None
         if delivered is None:
             self.rows.replace("orders", order, "status", "shipped")
