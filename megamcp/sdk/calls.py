@@ -68,6 +68,7 @@ class Call:
     tool: str
     arguments: str
     read_only: bool
+    reads_clock: bool = False
 
 
 async def run_recorded(database: Database, call: Call, body: Body) -> Outcome:
@@ -101,13 +102,21 @@ async def _attempt(database: Database, call: Call, body: Body) -> Outcome:
             await _commit(transaction, call)
             lease.keep = True
             return Outcome(row["result"].encode(), row["is_error"])
-        fetch = _fetcher(lease.guard)
-        outcome = await body(lease, Clock(row["clock"], fetch), Random(fetch))
+        outcome = await _run(lease, call, body)
         lease.guard.ended = True
         outcome = await _finish(lease, call, outcome)
         await _commit(transaction, call)
         lease.keep = True
         return outcome
+
+
+async def _run(lease: Lease, call: Call, body: Body) -> Outcome:
+    fetch = _fetcher(lease.guard)
+    try:
+        now = await fetch("select now()") if call.reads_clock else None
+    except Exception as error:  # belongs to the call, as if the tool had asked
+        return from_exception(error)[0]
+    return await body(lease, Clock(now, fetch), Random(fetch))
 
 
 async def _begin(lease: Lease, transaction: Any, call: Call) -> Any:
@@ -159,9 +168,7 @@ async def _finish(lease: Lease, call: Call, outcome: Outcome) -> Outcome:
 
 
 async def _record(lease: Lease, call: Call, outcome: Outcome) -> None:
-    await lease.driver.fetchval(
-        FINISH, call.handle, call.tool, call.arguments, outcome.text, outcome.is_error
-    )
+    await lease.driver.fetchval(FINISH, call.handle, call.tool, call.arguments, outcome.text, outcome.is_error)
 
 
 async def _record_again(lease: Lease, call: Call, outcome: Outcome) -> None:
@@ -210,9 +217,7 @@ async def _settle(database: Database, call: Call, ended: _Ended) -> Outcome:
         log.warning("tool %s: its failure could not be recorded: %s", call.tool, error)
         if not ended.lost:
             return ended.error
-        raise unavailable(
-            "The database connection broke during the call.", error, outcome="unknown"
-        ) from error
+        raise unavailable("The database connection broke during the call.", error, outcome="unknown") from error
     if row["recorded"]:
         return Outcome(row["result"].encode(), row["is_error"])
     if ended.lost:
@@ -232,19 +237,13 @@ def _refusal(error: Exception) -> CallRefused:
     if state.startswith("MM"):
         try:
             detail = json.loads(getattr(error, "detail", None) or "")
-            return CallRefused(
-                detail["code"], detail["message"], rpc=_RPC_CODES.get(state, -32603), sqlstate=state
-            )
+            return CallRefused(detail["code"], detail["message"], rpc=_RPC_CODES.get(state, -32603), sqlstate=state)
         except (ValueError, KeyError, TypeError):
             pass
     if state in ("55P03", "57014", "25P04"):
-        return CallRefused(
-            "deadline_exceeded", "The call waited for its rollout until its deadline.", rpc=-32008
-        )
+        return CallRefused("deadline_exceeded", "The call waited for its rollout until its deadline.", rpc=-32008)
     log.error("call_begin failed: %s", error)
-    return CallRefused(
-        "internal", f"The call could not begin ({type(error).__name__}).", sqlstate=state or None
-    )
+    return CallRefused("internal", f"The call could not begin ({type(error).__name__}).", sqlstate=state or None)
 
 
 def _spoiled(error: ToolTransactionError) -> Outcome:
@@ -252,9 +251,7 @@ def _spoiled(error: ToolTransactionError) -> Outcome:
 
 
 def _disconnected() -> Outcome:
-    return failure(
-        "database_unavailable", "The database connection broke during the call; nothing of it was kept."
-    )
+    return failure("database_unavailable", "The database connection broke during the call; nothing of it was kept.")
 
 
 def _fetcher(guard: Guarded) -> Callable[..., Awaitable[Any]]:

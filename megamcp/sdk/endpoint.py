@@ -28,6 +28,7 @@ from megamcp.sdk.inject import Clock, Context, Random
 from megamcp.sdk.results import CallRefused, Outcome
 from megamcp.sdk.rpc import Headers, Request, RpcError
 from megamcp.sdk.server import Server, Tool
+from megamcp.sdk.signature import Injected
 
 log = logging.getLogger(__name__)
 
@@ -106,13 +107,9 @@ class ToolApp:
         except Exception:
             log.exception("request failed")
             code = {"code": "internal"}
-            await stream.error(
-                request_id, RpcError(rpc.INTERNAL_ERROR, "Internal error of the tool server.", code)
-            )
+            await stream.error(request_id, RpcError(rpc.INTERNAL_ERROR, "Internal error of the tool server.", code))
 
-    async def _dispatch(
-        self, request: Request, headers: Headers, receive: Receive, stream: "_Stream"
-    ) -> None:
+    async def _dispatch(self, request: Request, headers: Headers, receive: Receive, stream: "_Stream") -> None:
         assert request.id is not None
         if request.method != "tools/call":
             await stream.result(request.id, self._static.answer(request))
@@ -150,7 +147,9 @@ class ToolApp:
                 return parsed
             return await tool.run(parsed, lease=lease, clock=clock, random=random, context=context)
 
-        return await run_recorded(self._database, Call(handle, tool.name, raw.decode(), tool.read_only), body)
+        reads_clock = Injected.CLOCK in tool.signature.injected.values()
+        call = Call(handle, tool.name, raw.decode(), tool.read_only, reads_clock)
+        return await run_recorded(self._database, call, body)
 
 
 class _Stream:
@@ -204,11 +203,7 @@ async def _until_disconnect(receive: Receive, call: Awaitable[Outcome]) -> Outco
 
     def on_message(watch: "asyncio.Future[Message]") -> None:
         nonlocal left
-        if (
-            not watch.cancelled()
-            and watch.exception() is None
-            and watch.result()["type"] == "http.disconnect"
-        ):
+        if not watch.cancelled() and watch.exception() is None and watch.result()["type"] == "http.disconnect":
             left = True
             task.cancel()
 
@@ -233,16 +228,12 @@ async def _read(receive: Receive) -> bytes:
             raise Disconnected
         body += bytes(message.get("body", b""))
         if len(body) > MAX_BODY:
-            raise RpcError(
-                rpc.INVALID_REQUEST, f"The body is larger than {MAX_BODY} bytes", {"code": "too_large"}, 413
-            )
+            raise RpcError(rpc.INVALID_REQUEST, f"The body is larger than {MAX_BODY} bytes", {"code": "too_large"}, 413)
         if not message.get("more_body"):
             return body
 
 
-async def _answer(
-    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None
-) -> None:
+async def _answer(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
     lines = [(b"content-length", b"%d" % len(body)), *(headers or []), *([_JSON] if body else [])]
     await send({"type": "http.response.start", "status": status, "headers": lines})
     await send({"type": "http.response.body", "body": body})

@@ -35,7 +35,7 @@ class Clock:
             raise RuntimeError("This tool server keeps no state, so its clock can't be moved.")
         if by < timedelta(0):
             raise ValueError("The clock only moves forward.")
-        moved: datetime = await self._fetch("select megamcp.advance_clock($1)", by)
+        moved: datetime = await self._fetch("select megamcp_advance_clock($1)", by // timedelta(microseconds=1))
         self._now = moved.astimezone(UTC)
         return self._now
 
@@ -43,7 +43,8 @@ class Clock:
 class Random:
     """Chance from the state's keyed generator: same seed and same order of draws, same values.
 
-    Every draw is a write (the draw counter is state), so a read-only tool can't draw.
+    Every draw is a write (the draw counter is state), so a read-only tool can't draw. Values are those that
+    SQL's own random() and gen_random_uuid() would give in the tool's place.
     """
 
     __slots__ = ("_fetch",)
@@ -55,30 +56,33 @@ class Random:
         """A version 4 UUID."""
         if self._fetch is None:
             return _uuid.uuid4()
-        drawn = await self._fetch("select gen_random_uuid()")
-        return _uuid.UUID(str(drawn))
+        return _uuid.UUID(bytes=(await self._draw())[:16], version=4)
 
     async def random(self) -> float:
         """Uniform in [0, 1)."""
         if self._fetch is None:
             return _random.random()
-        return float(await self._fetch("select random()"))
+        return (int.from_bytes((await self._draw())[:7]) >> 3) / 2**53
 
     async def randint(self, a: int, b: int) -> int:
         """Uniform in [a, b], both included, as `random.randint`."""
         if b < a:
             raise ValueError(f"empty range [{a}, {b}]")
-        drawn = (await self.uuid()).int
-        # 48 bits above the version and 62 below the variant are random; modulo's bias is below 2**-40 for n <
-        # 2**70.
-        bits = (drawn >> 80) << 62 | drawn & ((1 << 62) - 1)
-        return a + bits % (b - a + 1)
+        if self._fetch is None:
+            return _random.randint(a, b)
+        # 24 of 32 bytes: the bias of the modulus is below 2**-128 for ranges up to 2**64.
+        return a + int.from_bytes((await self._draw())[:24]) % (b - a + 1)
 
     async def choice(self, items: Sequence[Item]) -> Item:
         """One of `items`. IndexError where there is none."""
         if not items:
             raise IndexError("choice from an empty sequence")
         return items[await self.randint(0, len(items) - 1)]
+
+    async def _draw(self) -> bytes:
+        # The same bytes, used in the same way, as by the state's own random() and gen_random_uuid().
+        assert self._fetch is not None
+        return bytes(await self._fetch("select megamcp_draw()"))
 
 
 ReportProgress = Callable[[float, float | None, str | None], Awaitable[None]]

@@ -85,9 +85,7 @@ def serve_tool_server(
             timeout_keep_alive=75,
             timeout_graceful_shutdown=GRACE_S,
         )
-        log.info(
-            "tool server %s: %d tools at %s", server.name, len(server.tools), socket or listener.getsockname()
-        )
+        log.info("tool server %s: %d tools at %s", server.name, len(server.tools), socket or listener.getsockname())
         running = _Uvicorn(config)
         if child:
             _die_with_parent()

@@ -101,9 +101,7 @@ def from_exception(error: Exception) -> tuple[Outcome, bool]:
         return failure(error.code, text), True
     if isinstance(error, DBAPIError) and error.orig is not None:
         return _sql_failure(error), False
-    return failure(
-        "tool_failed", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    ), False
+    return failure("tool_failed", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__), False
 
 
 def _sql_failure(error: DBAPIError) -> Outcome:

@@ -125,7 +125,7 @@ class _CallParams(msgspec.Struct):
 
 class _Meta(msgspec.Struct):
     version: Any = msgspec.field(name=_VERSION_KEY, default=None)
-    capabilities: msgspec.Raw | None = msgspec.field(name=_CAPABILITIES_KEY, default=None)
+    capabilities: msgspec.Raw = msgspec.field(name=_CAPABILITIES_KEY, default=msgspec.Raw(b""))
     token: msgspec.Raw = msgspec.field(name="progressToken", default=msgspec.Raw(b""))
 
 
@@ -158,11 +158,15 @@ class Request:
     method: str
     id: bytes | None
     params: bytes
-    meta: _Meta | None
+    meta: _Meta | None = None
     modern: bool = False
 
     def check_envelope(self, headers: Headers) -> None:
         """Which era, and in the stateless one that headers and body agree. Raises RpcError."""
+        try:
+            self.meta = _decode_params(self.params).meta
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise RpcError(INVALID_PARAMS, f"params: {error}") from error
         if headers.repeated:
             raise RpcError(HEADER_MISMATCH, f"{headers.repeated} header appears more than once")
         enveloped = self.meta is not None and self.meta.version is not None
@@ -172,10 +176,8 @@ class Request:
         if version != MODERN and not enveloped:
             return
         self.modern = True
-        if self.meta is None or self.meta.version is None or self.meta.capabilities is None:
-            raise RpcError(
-                INVALID_PARAMS, f"params._meta must carry {_VERSION_KEY!r} and {_CAPABILITIES_KEY!r}"
-            )
+        if self.meta is None or self.meta.version is None or not self.meta.capabilities:
+            raise RpcError(INVALID_PARAMS, f"params._meta must carry {_VERSION_KEY!r} and {_CAPABILITIES_KEY!r}")
         if version != self.meta.version:
             raise RpcError(HEADER_MISMATCH, "mcp-protocol-version header and params._meta disagree")
         if headers.method != self.method:
@@ -223,15 +225,7 @@ def parse(body: bytes) -> Request:
         except msgspec.MsgspecError as error:
             raise RpcError(INVALID_REQUEST, "id must be a string or an integer") from error
         request_id = bytes(envelope.id)
-    params = bytes(envelope.params)
-    try:
-        meta = _decode_params(params).meta
-    except (msgspec.MsgspecError, RecursionError) as error:
-        if request_id is None:
-            meta = None
-        else:
-            raise RpcError(INVALID_REQUEST, f"params: {error}") from error
-    return Request(envelope.method, request_id, params, meta)
+    return Request(envelope.method, request_id, bytes(envelope.params))
 
 
 class StaticAnswers:

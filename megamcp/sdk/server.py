@@ -140,6 +140,8 @@ class Server:
     @overload
     def tool(
         self,
+        function: None = None,
+        /,
         *,
         read_only: bool = False,
         destructive: bool | None = None,
@@ -172,23 +174,17 @@ class Server:
         def add(function: Function) -> Function:
             tool_name = name or function.__name__
             if not _NAME.fullmatch(tool_name):
-                raise ToolSignatureError(
-                    f"{tool_name!r} is no tool name: 1-128 of letters, digits, '_', '-', '.'"
-                )
+                raise ToolSignatureError(f"{tool_name!r} is no tool name: 1-128 of letters, digits, '_', '-', '.'")
             if tool_name in self._tools:
                 taken = self._tools[tool_name].function
                 raise ToolSignatureError(
                     f"tool {tool_name!r} is defined twice ({inspect.getfile(taken)}, {taken.__qualname__})"
                 )
             if read_only and destructive:
-                raise ToolSignatureError(
-                    f"tool {tool_name!r}: read_only and destructive contradict each other"
-                )
+                raise ToolSignatureError(f"tool {tool_name!r}: read_only and destructive contradict each other")
             signature = read_signature(function, tool_name)
             if read_only and Injected.RANDOM in signature.injected.values():
-                raise ToolSignatureError(
-                    f"tool {tool_name!r}: a draw from Random is a write, so it can't be read_only"
-                )
+                raise ToolSignatureError(f"tool {tool_name!r}: a draw from Random is a write, so it can't be read_only")
             hints = {
                 "title": title,
                 "readOnlyHint": read_only,

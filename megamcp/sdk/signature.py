@@ -79,9 +79,7 @@ def read_signature(function: Callable[..., Any], tool: str) -> Signature:
     """Raises ToolSignatureError where the function can't be called from JSON arguments."""
     where = f"tool {tool!r} ({getattr(function, '__qualname__', function)!s})"
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ToolSignatureError(
-            f"{where}: generators can't be tools; return a list, or report progress by Context"
-        )
+        raise ToolSignatureError(f"{where}: generators can't be tools; return a list, or report progress by Context")
     hints = _hints(function, where)
     doc = parse_docstring(inspect.getdoc(function) or "")
     injected: dict[str, Injected] = {}
@@ -91,9 +89,7 @@ def read_signature(function: Callable[..., Any], tool: str) -> Signature:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ToolSignatureError(f"{where}: {parameter} has no JSON Schema; name every parameter")
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ToolSignatureError(
-                f"{where}: parameter {name!r} is positional-only, but arguments come by name"
-            )
+            raise ToolSignatureError(f"{where}: parameter {name!r} is positional-only, but arguments come by name")
         if name not in hints:
             raise ToolSignatureError(f"{where}: parameter {name!r} needs a type annotation")
         if kind := INJECTED_TYPES.get(hints[name]):
@@ -104,16 +100,12 @@ def read_signature(function: Callable[..., Any], tool: str) -> Signature:
         if default is not PydanticUndefined:
             defaults[name] = default
     if unknown := sorted(set(doc.arguments) - set(fields) - set(injected)):
-        raise ToolSignatureError(
-            f"{where}: the docstring describes {', '.join(unknown)}, which is no parameter"
-        )
+        raise ToolSignatureError(f"{where}: the docstring describes {', '.join(unknown)}, which is no parameter")
     if "return" not in hints:
         raise ToolSignatureError(f"{where}: needs a return annotation (-> None if there is no result)")
     is_async = inspect.iscoroutinefunction(function)
     if not is_async and (loop := sorted(k for k, kind in injected.items() if kind is not Injected.CLOCK)):
-        raise ToolSignatureError(
-            f"{where}: takes {', '.join(loop)}, so it must be `async def` (def runs in a thread)"
-        )
+        raise ToolSignatureError(f"{where}: takes {', '.join(loop)}, so it must be `async def` (def runs in a thread)")
     arguments = _arguments_adapter(tool, fields, defaults, where)
     output, output_schema, wraps = _output(hints["return"], where)
     return Signature(
@@ -159,20 +151,16 @@ def _field(hint: Any, default: Any, name: str, where: str) -> tuple[Any, Any]:
     return hint, PydanticUndefined if default is inspect.Parameter.empty else default
 
 
-def _arguments_adapter(
-    tool: str, fields: dict[str, Any], defaults: dict[str, Any], where: str
-) -> TypeAdapter[Any]:
+def _arguments_adapter(tool: str, fields: dict[str, Any], defaults: dict[str, Any], where: str) -> TypeAdapter[Any]:
     # A TypedDict and not a model: any parameter name is allowed, and what is absent stays absent, so that the
     # function's own default applies.
     shape = {name: NotRequired[hint] if name in defaults else hint for name, hint in fields.items()}
-    arguments = cast("Any", TypedDict(f"{tool}_arguments", shape))  # type: ignore[misc]
+    arguments = cast("Any", TypedDict)(f"{tool}_arguments", shape)
     arguments.__pydantic_config__ = ConfigDict(extra="forbid")
     try:
         return TypeAdapter(arguments)
     except (pydantic.errors.PydanticUserError, pydantic.errors.PydanticUndefinedAnnotation) as error:
-        raise ToolSignatureError(
-            f"{where}: a parameter's type can't come from JSON: {_first_line(error)}"
-        ) from error
+        raise ToolSignatureError(f"{where}: a parameter's type can't come from JSON: {_first_line(error)}") from error
 
 
 def _input_schema(
@@ -181,9 +169,7 @@ def _input_schema(
     try:
         schema = arguments.json_schema(schema_generator=_Schema)
     except pydantic.errors.PydanticUserError as error:
-        raise ToolSignatureError(
-            f"{where}: a parameter's type has no JSON Schema: {_first_line(error)}"
-        ) from error
+        raise ToolSignatureError(f"{where}: a parameter's type has no JSON Schema: {_first_line(error)}") from error
     schema.pop("title", None)
     properties = schema.setdefault("properties", {})
     for name, text in descriptions.items():
@@ -204,9 +190,7 @@ def _output(hint: Any, where: str) -> tuple[TypeAdapter[Any] | None, dict[str, A
         adapter: TypeAdapter[Any] = TypeAdapter(hint)
         schema = adapter.json_schema(mode="serialization", schema_generator=_Schema)
     except (pydantic.errors.PydanticUserError, pydantic.errors.PydanticUndefinedAnnotation) as error:
-        raise ToolSignatureError(
-            f"{where}: the return type has no JSON Schema: {_first_line(error)}"
-        ) from error
+        raise ToolSignatureError(f"{where}: the return type has no JSON Schema: {_first_line(error)}") from error
     if _is_object(schema):
         schema.pop("title", None)
         return adapter, {"type": "object", **schema}, False
