@@ -22,6 +22,7 @@ from megamcp import types as t
 from megamcp.environments import LoadedEnvironment
 from megamcp.errors import BadRequest, MegaMCPError, NoCapacity, NotFound, Unauthorized
 from megamcp.services import Services
+from megamcp.state import TableDiff
 from megamcp.store import cursor_of, read_cursor, translate
 
 PROBLEM = {"model": t.Problem, "content": {"application/problem+json": {}}}
@@ -220,10 +221,7 @@ async def diff(
     servers = {
         name: t.ServerDiff(
             kind=server.config.state.kind,
-            tables={
-                table: t.TableDiff(added=d.added, removed=d.removed, changed=d.changed, truncated=d.truncated)
-                for table, d in tables.items()
-            },
+            tables={table: table_view(d) for table, d in tables.items()},
         )
         for name, (server, tables) in (await s.rollouts.diff(rollout, start, to)).items()
         if tables
@@ -359,6 +357,17 @@ def rollout_view(row: asyncpg.Record, s: Services, request: Request) -> t.Rollou
         url=f"{public.rstrip('/')}/r/{row['id']}/mcp",
         environment=row["environment_name"],
         **{name: row[name] for name in names.split()},
+    )
+
+
+def table_view(found: TableDiff) -> t.TableDiff:
+    """A table's changes as the wire shows them."""
+    return t.TableDiff(
+        added=list(found.added),
+        removed=list(found.removed),
+        changed=[t.RowChange(before=change.before, after=change.after) for change in found.changed],
+        total=found.total,
+        truncated=found.truncated,
     )
 
 

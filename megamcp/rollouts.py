@@ -341,7 +341,9 @@ class Rollouts:
             )
         return Point(name, tuple(row["chain"]), None, dict(row["sums"]))
 
-    async def diff(self, rollout: str, start: str, end: str) -> dict[str, tuple[LoadedServer, dict[str, Any]]]:
+    async def diff(
+        self, rollout: str, start: str, end: str
+    ) -> dict[str, tuple[LoadedServer, dict[str, state.TableDiff]]]:
         """Row changes from one point to another, per server that has SQL state."""
         row = await self.get(rollout)
         environment = await self._environments.by_id(row["environment"])

@@ -1,7 +1,7 @@
 """Public fixtures: a database of one's own in milliseconds, and a whole gateway in the test's own process.
 
 Import them in a `conftest.py`: `from megamcp.testing import *  # noqa: F403`. Databases are copies of a template
-that is migrated once per session; `MEGAMCP_TEST_DSN` names a server (a superuser of it) to use instead of the embedded one.
+that is migrated once per session; `MEGAMCP_TEST_DSN` names a server to use instead of the embedded one (as superuser).
 """
 
 import asyncio

@@ -154,12 +154,20 @@ class Rollback(Model):
     checkpoint: str
 
 
+class RowChange(View):
+    """A row with the same key at both points."""
+
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
 class TableDiff(View):
-    """Rows of one table that differ between two points."""
+    """Rows of one table that differ between two points, in key order."""
 
     added: list[dict[str, Any]]
     removed: list[dict[str, Any]]
-    changed: list[dict[str, Any]] = Field(description="`{key, before, after}` a row.")
+    changed: list[RowChange]
+    total: int = Field(description="Rows that differ, listed or not.")
     truncated: bool = Field(False, description="More rows differ than the gateway lists.")
 
 
