@@ -45,8 +45,7 @@ class Client:
     def __init__(self, http: httpx.AsyncClient) -> None:
         self.http = http
 
-    async def call(self, tool: str, arguments: Any = None, *, handle: str | None = None, **meta: Any) ->
-    Reply:
+    async def call(self, tool: str, arguments: Any = None, *, handle: str | None = None, **meta: Any) -> Reply:
         params = {"name": tool, "arguments": arguments or {}, "_meta": {**META, **meta}}
         headers = {"mcp-protocol-version": "2026-07-28", "mcp-method": "tools/call", "mcp-name": tool}
         if handle is not None:
@@ -55,9 +54,15 @@ class Client:
 
     async def post(self, body: Any, headers: dict[str, str] | None = None) -> Reply:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        send = {"accept": "application/json, text/event-stream", "content-type": "application/json",
-        **(headers or {})} response = await self.http.post("/mcp", content=content, headers=send) kind =
-        response.headers.get("content-type", "") text = response.text if kind == "text/event-stream":
+        send = {
+            "accept": "application/json, text/event-stream",
+            "content-type": "application/json",
+            **(headers or {}),
+        }
+        response = await self.http.post("/mcp", content=content, headers=send)
+        kind = response.headers.get("content-type", "")
+        text = response.text
+        if kind == "text/event-stream":
             text = text.strip().split("\r\n\r\n")[-1].split("data: ", 1)[1]
         return Reply(response.status_code, kind, response.content, json.loads(text) if text else {})
 

@@ -103,8 +103,9 @@ async def counter_database(server_dsn: str) -> AsyncIterator[CounterDatabase]:
         for path in SQL:
             await admin.execute((ROOT / path).read_text())
         secret = secrets.token_bytes(32)
-        await admin.execute("insert into megamcp.keys values ('handle', $1, $2, $3)", *Signer.pads(secret),
-        secret) await admin.execute(TABLES) await admin.execute(f"""
+        await admin.execute("insert into megamcp.keys values ('handle', $1, $2, $3)", *Signer.pads(secret), secret)
+        await admin.execute(TABLES)
+        await admin.execute(f"""
             create role {role} login password '{password}';
             grant megamcp_tools to {role};
             grant usage on schema v_test to {role};
@@ -116,7 +117,8 @@ async def counter_database(server_dsn: str) -> AsyncIterator[CounterDatabase]:
             " values ('counter', 'x', '{}', '2026-01-15T09:00:00Z', 7) returning id"
         )
         await admin.execute(
-            "insert into megamcp.servers (environment, name, position, kind, role) values ($1, 'counter', 0, 'schema', $2)",
+            "insert into megamcp.servers (environment, name, position, kind, role)"
+            " values ($1, 'counter', 0, 'schema', $2)",
             environment,
             role,
         )

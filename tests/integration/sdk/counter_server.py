@@ -138,8 +138,9 @@ async def keep_connection(db: AsyncConnection, clock: Clock) -> None:
 @server.tool
 async def leave_statement_running(db: AsyncConnection) -> None:
     """Returns while its own statement still runs."""
-    kept["task"] = asyncio.create_task(_swallow(db.execute(text("update counter set value = pg_sleep(0.5) is
-    null::int")))) await asyncio.sleep(0.1)
+    statement = text("update counter set value = (pg_sleep(0.5) is null)::int")
+    kept["task"] = asyncio.create_task(_swallow(db.execute(statement)))
+    await asyncio.sleep(0.1)
 
 
 async def _swallow(statement: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import asyncpg
 import pytest
@@ -29,14 +30,14 @@ async def test_arguments_are_recorded_as_the_bytes_that_came(
     client: Client, counters: CounterDatabase, rollout: str
 ) -> None:
     raw = b'{"words" : "caf\\u00e9 \xc3\xa9\\u0000"}'
-    body = b'{"jsonrpc":"2.0","id":"x","method":"tools/call","params":{"name":"say","arguments":' + raw +
-    b"}}" reply = await client.post(body, {"megamcp-handle": counters.handle(rollout)}) assert
-    reply.result["structuredContent"] == {"result": "café é\0"} (event,) = await counters.calls(rollout)
+    body = b'{"jsonrpc":"2.0","id":"x","method":"tools/call","params":{"name":"say","arguments":' + raw + b"}}"
+    reply = await client.post(body, {"megamcp-handle": counters.handle(rollout)})
+    assert reply.result["structuredContent"] == {"result": "café é\0"}
+    (event,) = await counters.calls(rollout)
     assert event["arguments"].encode() == raw
 
 
-async def test_a_read_is_recorded_and_changes_nothing(client: Client, counters: CounterDatabase, rollout: str)
--> None:
+async def test_a_read_is_recorded_and_changes_nothing(client: Client, counters: CounterDatabase, rollout: str) -> None:
     reply = await client.call("read", {"name": "b"}, handle=counters.handle(rollout, mode=Mode.READ))
     assert reply.result["structuredContent"] == {"name": "b", "value": 10}
     (event,) = await counters.calls(rollout)
@@ -55,8 +56,7 @@ async def test_reads_of_one_rollout_run_in_parallel_and_writes_do_not(
     assert len(await counters.calls(rollout)) == 16
 
 
-async def test_a_tool_marked_read_only_can_not_write(client: Client, counters: CounterDatabase, rollout: str)
--> None:
+async def test_a_tool_marked_read_only_can_not_write(client: Client, counters: CounterDatabase, rollout: str) -> None:
     for mode in (Mode.READ, Mode.WRITE):
         reply = await client.call("write_in_read", handle=counters.handle(rollout, mode=mode))
         assert reply.result["isError"] is True
@@ -88,8 +88,7 @@ async def test_an_sql_error_says_what_postgresql_said_without_statement_or_value
     assert "insert into" not in error["message"].lower()
 
 
-async def test_a_nested_transaction_undoes_a_part(client: Client, counters: CounterDatabase, rollout: str) ->
-None:
+async def test_a_nested_transaction_undoes_a_part(client: Client, counters: CounterDatabase, rollout: str) -> None:
     reply = await client.call("add_then_raise", {"how": "nested"}, handle=counters.handle(rollout))
     assert "isError" not in reply.result
     assert await counters.value() == 2
@@ -112,29 +111,28 @@ async def test_a_tool_that_ends_the_transaction_gets_an_error_and_nothing_is_kep
     assert after.result["structuredContent"]["value"] == 2
 
 
-async def test_sql_text_that_commits_is_refused_by_name(client: Client, counters: CounterDatabase, rollout:
-str) -> None:
+async def test_sql_text_that_commits_is_refused_by_name(
+    client: Client, counters: CounterDatabase, rollout: str
+) -> None:
     reply = await client.call("end_transaction", {"how": "sql commit"}, handle=counters.handle(rollout))
     assert reply.code == "unsupported_statement"
     assert await counters.value() == 1
 
 
-async def test_a_connection_that_a_tool_kept_is_dead(client: Client, counters: CounterDatabase, rollout: str)
--> None:
+async def test_a_connection_that_a_tool_kept_is_dead(client: Client, counters: CounterDatabase, rollout: str) -> None:
     await client.call("keep_connection", handle=counters.handle(rollout))
-    with pytest.raises(Exception, match="closed|ended"):
+    with pytest.raises(Exception, match=r"closed|ended"):
         await kept["db"].execute(text("update counter set value = 100"))
     other = await counters.rollout()
     running = asyncio.create_task(client.call("wait", {"seconds": 0.2}, handle=counters.handle(other)))
     await asyncio.sleep(0.1)
-    with pytest.raises(Exception, match="closed|ended"):
+    with pytest.raises(Exception, match=r"closed|ended"):
         await kept["db"].execute(text("update counter set value = 100"))
     await running
     assert await counters.value() == 2
 
 
-async def test_a_statement_left_running_fails_the_call(client: Client, counters: CounterDatabase, rollout:
-str) -> None:
+async def test_a_statement_left_running_fails_the_call(client: Client, counters: CounterDatabase, rollout: str) -> None:
     reply = await client.call("leave_statement_running", handle=counters.handle(rollout))
     assert (reply.result["isError"], reply.code) == (True, "statement_running")
     await kept["task"]
@@ -148,14 +146,13 @@ async def test_a_retry_with_its_key_gets_the_recorded_bytes_and_runs_nothing(
     second = await client.call("add", {"name": "a"}, handle=counters.handle(rollout, key="k"))
     assert first.raw == second.raw
     assert await counters.value() == 2
-    other = await client.call("add", {"name": "b"}, handle=counters.handle(rollout, key="k",
-    request=b"other")) assert (other.status, other.code, other.message["error"]["code"]) == (200,
-    "idempotency_key_reused", -32602)
+    other = await client.call("add", {"name": "b"}, handle=counters.handle(rollout, key="k", request=b"other"))
+    assert (other.status, other.code) == (200, "idempotency_key_reused")
+    assert other.message["error"]["code"] == -32602
 
 
 @pytest.mark.parametrize("damage", ["forged", "expired", "replayed", "foreign", "garbage", "closed"])
-async def test_a_bad_handle_is_refused(client: Client, counters: CounterDatabase, rollout: str, damage: str)
--> None:
+async def test_a_bad_handle_is_refused(client: Client, counters: CounterDatabase, rollout: str, damage: str) -> None:
     handle = counters.handle(rollout)
     code = f"handle_{damage}"
     match damage:
@@ -170,8 +167,8 @@ async def test_a_bad_handle_is_refused(client: Client, counters: CounterDatabase
         case "garbage":
             handle, code = "nonsense", "handle_forged"
         case "closed":
-            await counters.admin.execute("update megamcp.rollouts set status = 'closed' where id = $1",
-            rollout) code = "rollout_closed"
+            await counters.admin.execute("update megamcp.rollouts set status = 'closed' where id = $1", rollout)
+            code = "rollout_closed"
     reply = await client.call("add", {"name": "a"}, handle=handle)
     assert (reply.status, reply.code) == (200, code)
     assert await counters.value() == 1
@@ -194,22 +191,25 @@ async def test_invalid_arguments_are_a_recorded_tool_error_with_paths(
     assert event["is_error"] is True
 
 
-async def test_an_unknown_tool_is_a_protocol_error(client: Client, counters: CounterDatabase, rollout: str) ->
-None:
+async def test_an_unknown_tool_is_a_protocol_error(client: Client, counters: CounterDatabase, rollout: str) -> None:
     reply = await client.call("nope", handle=counters.handle(rollout))
     assert reply.message["error"]["code"] == -32602
     assert await counters.calls(rollout) == []
 
 
-async def test_time_and_chance_come_from_the_state(client: Client, counters: CounterDatabase, rollout: str) ->
-None:
-    first = (await client.call("draw", {"hours": 2},
-    handle=counters.handle(rollout))).result["structuredContent"] second = (await client.call("draw",
-    handle=counters.handle(rollout))).result["structuredContent"] assert (first["before"], first["after"]) ==
-    ("2026-01-15T09:00:00+00:00", "2026-01-15T11:00:00+00:00") assert second["before"] == first["after"]
-    assert first["uuid"] != second["uuid"] await counters.admin.execute("update v_test.hidden set draws = 0")
-    again = (await client.call("draw", handle=counters.handle(rollout))).result["structuredContent"] assert
-    [again[k] for k in ("uuid", "number", "die", "chosen")] == [
+async def test_time_and_chance_come_from_the_state(client: Client, counters: CounterDatabase, rollout: str) -> None:
+    async def draw(**arguments: int) -> dict[str, Any]:
+        reply = await client.call("draw", arguments, handle=counters.handle(rollout))
+        return dict(reply.result["structuredContent"])
+
+    first = await draw(hours=2)
+    second = await draw()
+    assert (first["before"], first["after"]) == ("2026-01-15T09:00:00+00:00", "2026-01-15T11:00:00+00:00")
+    assert second["before"] == first["after"]
+    assert first["uuid"] != second["uuid"]
+    await counters.admin.execute("update v_test.hidden set draws = 0")
+    again = await draw()
+    assert [again[k] for k in ("uuid", "number", "die", "chosen")] == [
         first[k] for k in ("uuid", "number", "die", "chosen")
     ]
 
@@ -217,12 +217,19 @@ None:
 async def test_a_killed_backend_loses_nothing_and_the_retry_runs(
     client: Client, counters: CounterDatabase, rollout: str
 ) -> None:
-    call = asyncio.create_task(client.call("wait_in_sql", {"seconds": 30}, handle=counters.handle(rollout,
-    key="k"))) await asyncio.sleep(0.2) await counters.admin.execute("select pg_terminate_backend(pid) from
-    pg_stat_activity where wait_event = 'PgSleep'") reply = await call assert (reply.status, reply.code) ==
-    (200, "database_unavailable") assert reply.message["error"]["data"]["outcome"] == "none" assert await
-    counters.value() == 1 retry = await client.call("add", {"name": "a"}, handle=counters.handle(rollout,
-    key="k")) assert retry.result["structuredContent"]["value"] == 2
+    handle = counters.handle(rollout, key="k")
+    call = asyncio.create_task(client.call("wait_in_sql", {"seconds": 30}, handle=handle))
+    await asyncio.sleep(0.2)
+    await counters.admin.execute(
+        "select pg_terminate_backend(pid) from pg_stat_activity"
+        " where wait_event = 'PgSleep' and datname = current_database()"
+    )
+    reply = await call
+    assert (reply.status, reply.code) == (200, "database_unavailable")
+    assert reply.message["error"]["data"]["outcome"] == "none"
+    assert await counters.value() == 1
+    retry = await client.call("add", {"name": "a"}, handle=counters.handle(rollout, key="k"))
+    assert retry.result["structuredContent"]["value"] == 2
 
 
 async def test_connections_that_died_while_idle_are_replaced(
@@ -230,7 +237,8 @@ async def test_connections_that_died_while_idle_are_replaced(
 ) -> None:
     await client.call("add", {"name": "a"}, handle=counters.handle(rollout))
     await counters.admin.execute(
-        "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'megamcp tool server'"
+        "select pg_terminate_backend(pid) from pg_stat_activity"
+        " where application_name = 'megamcp tool server' and datname = current_database()"
     )
     reply = await client.call("add", {"name": "a"}, handle=counters.handle(rollout))
     assert reply.result["structuredContent"]["value"] == 3
@@ -299,13 +307,13 @@ async def test_a_cancelled_call_is_rolled_back_and_frees_its_rollout(
         reply = await client.call("add", {"name": "a"}, handle=counters.handle(rollout))
     assert reply.result["structuredContent"]["value"] == 2
     busy = await counters.admin.fetchval(
-        "select count(*) from pg_stat_activity where application_name = 'megamcp tool server' and state <> 'idle'"
+        "select count(*) from pg_stat_activity"
+        " where application_name = 'megamcp tool server' and datname = current_database() and state <> 'idle'"
     )
     assert busy == 0
 
 
-async def test_no_password_in_any_answer_when_the_database_is_away(counters: CounterDatabase, rollout: str) ->
-None:
+async def test_no_password_in_any_answer_when_the_database_is_away(counters: CounterDatabase, rollout: str) -> None:
     import httpx
 
     from tests.integration.sdk.counter_server import server
