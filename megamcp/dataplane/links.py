@@ -222,8 +222,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class ToolList:
-    """An environment's tools as clients see them: JSON texts of tools, cut into pages."""
+    """An environment's tools as clients see them: the JSON texts, and the same joined into pages."""
 
+    texts: tuple[bytes, ...]
     pages: tuple[bytes, ...]
     tag: str
 
@@ -274,12 +275,15 @@ class Environment:
         if self._list is None or any(new is not old for new, old in zip(listed, self._listed, strict=True)):
             texts: list[bytes] = []
             for link, tools in zip(self.links.values(), listed, strict=True):
-                for tool in tools.values():
-                    texts.append(tool.text if self._single else _renamed(tool, f"{link.server.name}__{tool.name}"))
+                if self._single:
+                    texts.extend(tool.text for tool in tools.values())
+                else:
+                    prefix = f"{link.server.name}__"
+                    texts.extend(_renamed(tool, prefix + tool.name) for tool in tools.values())
             size = self._limits.tools_per_page
             pages = tuple(b",".join(texts[i : i + size]) for i in range(0, len(texts), size)) or (b"",)
             tag = hashlib.sha256(b"\n".join(pages)).hexdigest()[:12]
-            self._list, self._listed = ToolList(pages, tag), listed
+            self._list, self._listed = ToolList(tuple(texts), pages, tag), listed
         return self._list
 
     async def instructions(self, timeout: float) -> str | None:

@@ -11,7 +11,11 @@ from megamcp.errors import MegaMCPError, Unprocessable, UpstreamError
 
 
 class Dataplane:
-    """Host `app` for the paths that `serves` says are its own. Children start when they are first needed."""
+    """An ASGI application for the paths that `serves` says are its own, and the calls behind it.
+
+    An async context manager; leaving it settles what is being recorded, then stops every child. Children start
+    when they are first needed.
+    """
 
     def __init__(self, control: ControlPort, limits: Limits | None = None) -> None:
         limits = limits or Limits()
@@ -20,8 +24,13 @@ class Dataplane:
         self._calls = Calls(control, self._environments, limits)
         self._endpoint = Endpoint(control, self._environments, self._calls, limits)
 
-    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application, for scopes of type `http`."""
+    async def __aenter__(self) -> "Dataplane":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._endpoint(scope, receive, send)
 
     @staticmethod
@@ -37,10 +46,9 @@ class Dataplane:
         """For `ControlPort.cancel_elsewhere` of another process."""
         return self._endpoint.cancel(rollout_id, session, request_id)
 
-    async def tools(self, rollout_id: str) -> bytes:
-        """JSON array of the rollout's tools, as its agent sees them. Raises NotFound, Gone, UpstreamError."""
-        tools = await (await self._environment(rollout_id)).tool_list()
-        return b"[%b]" % b",".join(tools.pages)
+    async def tools(self, rollout_id: str) -> tuple[bytes, ...]:
+        """JSON texts of the rollout's tools, as its agent sees them. Raises NotFound, Gone, UpstreamError."""
+        return (await (await self._environment(rollout_id)).tool_list()).texts
 
     async def call(self, rollout_id: str, tool: str, arguments: bytes, *, idempotency_key: str | None = None) -> bytes:
         """One tool call on the path that agents' calls take; `arguments` is the JSON text of an object.
