@@ -27,6 +27,7 @@ class Key:
     name: str
     columns: tuple[str, ...]
     primary: bool
+    nulls_equal: bool = False  # NULLS NOT DISTINCT
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ left join pg_collation co on co.oid = a.attcollation left join pg_namespace cn o
 where c.relnamespace = $1::text::regnamespace and c.relkind = 'r' order by c.oid, a.attnum
 """
 _INDEXES = """
-select c.relname as table, i.relname as name, x.indisunique, x.indisprimary, am.amname as method,
+select c.relname as table, i.relname as name, x.indisunique, x.indisprimary, x.indnullsnotdistinct, am.amname as method,
        pg_get_expr(x.indpred, x.indrelid) as predicate, x.indnkeyatts,
        array(select pg_get_indexdef(x.indexrelid, n, true) from generate_series(1, x.indnatts) n) as items,
        array(select case when o.opcdefault then '' else quote_ident(n.nspname) || '.' || quote_ident(o.opcname) end
@@ -201,7 +202,7 @@ async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
         size, names = row["indnkeyatts"], list(row["columns"])
         if row["indisunique"]:
             keys.setdefault(row["table"], []).append(
-                Key(name=row["name"], columns=tuple(names[:size]), primary=row["indisprimary"])
+                Key(row["name"], tuple(names[:size]), row["indisprimary"], row["indnullsnotdistinct"])
             )
             continue
         leading: list[str] = []

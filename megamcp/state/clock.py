@@ -203,12 +203,14 @@ def sequences(state: str, visible: str, found: tuple[Sequence, ...]) -> str:
     parts: list[str] = []
     for sequence in found:
         parts.append(_sequence(s, state, sequence))
+    never = "when null then null "  # a CASE needs an arm
     arms = {
-        "nextval": "".join(f"when {literal(q.name)} then {next_value(state, q.name)} " for q in found),
+        "nextval": "".join(f"when {literal(q.name)} then {next_value(state, q.name)} " for q in found) or never,
         "set": "".join(
             f"when {literal(q.name)} then {s}.{ident(hidden(q.name, 'set'))}(value, is_called) " for q in found
-        ),
-        "setting": "".join(f"when {literal(q.name)} then {literal(setting(q))} " for q in found),
+        )
+        or never,
+        "setting": "".join(f"when {literal(q.name)} then {literal(setting(q))} " for q in found) or never,
     }
     # The name may be quoted or carry the schema of the views: both forms are what regclass output gives.
     parts.append(f"""
@@ -232,7 +234,7 @@ return case {s}."~sequence"(sequence) {arms["set"]} else {s}."~missing"(sequence
 create function {v}.currval(sequence text) returns bigint language plpgsql volatile
 set search_path = pg_catalog, pg_temp as $body$
 declare
-  _setting text := case {s}."~sequence"(sequence) {arms["setting"] or "when null then null "} end;
+  _setting text := case {s}."~sequence"(sequence) {arms["setting"]} end;
   _value text := split_part(current_setting(_setting, true), ':', 2);
 begin
   if _setting is null then

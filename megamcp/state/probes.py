@@ -11,8 +11,11 @@ from megamcp.state.names import DELETED, LAYER, ident
 from megamcp.state.tables import base, delta, match
 
 
-def _equal(alias: str, columns: Sequence[str], values: Sequence[str]) -> str:
-    return " and ".join(f"{alias}.{ident(c)} = {v}" for c, v in zip(columns, values, strict=True))
+def _equal(alias: str, columns: Sequence[str], values: Sequence[str], nulls_equal: bool = False) -> str:
+    form = "({c} = {v} or ({c} is null and {v} is null))" if nulls_equal else "{c} = {v}"
+    return " and ".join(
+        form.format(c=f"{alias}.{ident(c)}", v=v) for c, v in zip(columns, values, strict=True)
+    )
 
 
 def by_key(state: str, table: Table, values: Sequence[str]) -> str:
@@ -26,17 +29,23 @@ def by_key(state: str, table: Table, values: Sequence[str]) -> str:
 
 
 def by_columns(
-    state: str, table: Table, columns: Sequence[str], values: Sequence[str], *, but: str | None = None
+    state: str,
+    table: Table,
+    columns: Sequence[str],
+    values: Sequence[str],
+    *,
+    but: str | None = None,
+    nulls_equal: bool = False,
 ) -> str:
     """True when the chain shows a row with these values; `but` (a record name) leaves out the row of its key."""
     b, d = base(state, table.name), delta(state, table.name)
     other = f" and not ({match('_mm_d', but, table.primary)})" if but else ""
     other_base = f" and not ({match('_mm_b', but, table.primary)})" if but else ""
     return (
-        f"(exists (select from {b} _mm_b where {_equal('_mm_b', columns, values)}{other_base} and not exists ("
+        f"(exists (select from {b} _mm_b where {_equal('_mm_b', columns, values, nulls_equal)}{other_base} and not exists ("
         f"select from {d} _mm_n where _mm_n.{LAYER} = any (_mm_chain) and {match('_mm_n', '_mm_b', table.primary)}))\n"
         f"    or exists (select from {d} _mm_d where _mm_d.{LAYER} = any (_mm_chain) and not _mm_d.{DELETED} and "
-        f"{_equal('_mm_d', columns, values)}{other} and not exists (select from {d} _mm_n "
+        f"{_equal('_mm_d', columns, values, nulls_equal)}{other} and not exists (select from {d} _mm_n "
         f"where _mm_n.{LAYER} = any (_mm_chain) and _mm_n.{LAYER} > _mm_d.{LAYER} and "
         f"{match('_mm_n', '_mm_d', table.primary)})))"
     )

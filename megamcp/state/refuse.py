@@ -242,8 +242,6 @@ union all select 'partial unique index', i.relname::text, 'its predicate is not 
   from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid where x.indisunique and x.indpred is not null
 union all select 'unique index over an expression', i.relname::text, 'it is not followed over a chain yet', 'Use a generated column with a plain UNIQUE.'
   from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid where x.indisunique and x.indexprs is not null
-union all select 'NULLS NOT DISTINCT', i.relname::text, 'it is not followed over a chain yet', 'Use NOT NULL and a plain UNIQUE.'
-  from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid where x.indisunique and x.indnullsnotdistinct
 union all select 'unique index with an operator class', i.relname::text, 'its equality may differ from =', 'Use the default operator class.'
   from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid
   where x.indisunique and exists (select from unnest(x.indclass::oid[]) u(id) join pg_opclass o on o.oid = u.id where not o.opcdefault)

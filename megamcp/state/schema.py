@@ -121,14 +121,14 @@ async def load(
 ) -> SchemaState:
     """Makes the state of this content, or finds it. Raises UnsupportedSchema with every problem at once."""
     name = content_hash(ddl, seeds, clock, seed)
-    statements = [refuse.prepare(ddl, "schema"), *(refuse.prepare(text, "seed") for text in seeds)]
-    problems = [problem for prepared in statements for problem in prepared.problems]
-    if problems:
-        raise refused(problems)
     async with conn.transaction():
         await conn.execute("select pg_advisory_xact_lock(hashtextextended($1, 0))", f"megamcp state {name}")
         state = await _find(conn, name)
         if state is None:
+            statements = [refuse.prepare(ddl, "schema"), *(refuse.prepare(text, "seed") for text in seeds)]
+            problems = [problem for prepared in statements for problem in prepared.problems]
+            if problems:
+                raise refused(problems)
             state = await _compile(conn, name, statements, clock, seed, progress or (lambda *_: None))
         await _passwords(conn, state, tool_password, query_password)
     return state

@@ -57,7 +57,8 @@ def indexes(state: str, catalog: Catalog, table: Table) -> str:
     led: set[tuple[str, ...]] = set()
     for key in table.keys:
         unique = "unique " if key.primary else ""
-        parts.append(f"create unique index on {b} ({idents(key.columns)});")
+        nulls = " nulls not distinct" if key.nulls_equal else ""
+        parts.append(f"create unique index on {b} ({idents(key.columns)}){nulls};")
         parts.append(f"create {unique}index on {d} ({LAYER}, {idents(key.columns)});")
         led.add(key.columns)
     for index in table.indexes:

@@ -43,6 +43,12 @@ begin
   _done := set_config(_setting, nextval('megamcp.stamp_seq')::text, true);
   return null;
 end $body$;
+create function {s}."~unset"(_setting text) returns text {_HEAD} $body$
+declare
+  _done text := set_config(_setting, 'on', true);
+begin
+  return null;
+end $body$;
 create function {s}."~after"() returns trigger {_HEAD} $body$
 declare
   _done text := set_config('megamcp.t' || tg_argv[0], '', true);
@@ -69,49 +75,75 @@ def _failing_row(table: Table) -> str:
     return f"megamcp.failing_row(variadic array[{values}])"
 
 
-def _generated(table: Table, update: bool) -> str:
-    lines: list[str] = []
-    for column in table.columns:
-        if column.generated is None:
-            continue
-        name = ident(column.name)
-        given = f"new.{name} is not null"
-        if update:
-            given += f" and {differs(table, [column.name], 'new', 'old')}"
-            text = literal(f'column "{column.name}" can only be updated to DEFAULT')
-        else:
-            text = literal(f'cannot insert a non-DEFAULT value into column "{column.name}"')
-        detail = literal(f'Column "{column.name}" is a generated column.')
-        lines.append(
-            f"  if {given} then\n    raise exception using errcode = '428C9', message = {text}, detail = {detail};\n  end if;\n"
-            f"  new.{name} := {over_new(column.generated, table.names)};\n"
-        )
-    return "".join(lines)
+def fixed(table: Table) -> tuple[Column, ...]:
+    """Columns that take no value but DEFAULT: generated ones and GENERATED ALWAYS AS IDENTITY."""
+    return tuple(c for c in table.columns if c.generated is not None or c.identity == "a")
 
 
-def _identity(catalog: Catalog, table: Table, update: bool) -> str:
-    lines: list[str] = []
-    for column in table.columns:
-        if column.identity != "a" or column.sequence is None:
-            continue
-        name = ident(column.name)
-        sequence = next(s for s in catalog.sequences if s.name == column.sequence)
-        drawn = f"split_part(current_setting({literal(clock.setting(sequence))}, true), ':', 2)"
-        given = f"new.{name}::text is distinct from {drawn}"
-        text = f'cannot insert a non-DEFAULT value into column "{column.name}"'
-        if update:
-            given = f"new.{name} is distinct from old.{name} and {given}"
-            text = f'column "{column.name}" can only be updated to DEFAULT'
+def _refused_value(column: Column, update: bool) -> str:
+    """PostgreSQL says this before it looks at a row; `_fixed_columns` says it for what only a row shows."""
+    detail = f'Column "{column.name}" is a generated column.'
+    if column.identity:
         detail = f'Column "{column.name}" is an identity column defined as GENERATED ALWAYS.'
-        lines.append(
-            f"  if {given} then\n    raise exception using errcode = '428C9', message = {literal(text)}, "
-            f"detail = {literal(detail)}{_overriding(update)};\n  end if;\n"
-        )
+    text = f'column "{column.name}" can only be updated to DEFAULT'
+    hint = ""
+    if not update:
+        text = f'cannot insert a non-DEFAULT value into column "{column.name}"'
+        hint = ", hint = 'Use OVERRIDING SYSTEM VALUE to override.'" if column.identity else ""
+    return (
+        f"raise exception using errcode = '428C9', message = {literal(text)}, "
+        f"detail = {literal(detail)}{hint};"
+    )
+
+
+def unset_setting(table: Table, column: Column) -> str:
+    """Setting that the view's default of a generated column switches on: a given NULL looks the same otherwise."""
+    return f"megamcp.u{table.number}_{table.names.index(column.name)}"
+
+
+def _fixed_columns(catalog: Catalog, table: Table, update: bool) -> str:
+    lines: list[str] = []
+    for column in fixed(table):
+        name = ident(column.name)
+        after = ""
+        if column.identity:
+            sequence = next(s for s in catalog.sequences if s.name == column.sequence)
+            drawn = f"split_part(current_setting({literal(clock.setting(sequence))}, true), ':', 2)"
+            given = f"new.{name}::text is distinct from {drawn}"
+            if update:
+                given = f"new.{name} is distinct from old.{name} and {given}"
+        else:
+            mark = literal(unset_setting(table, column))
+            given = f"current_setting({mark}, true) is distinct from 'on'"
+            if update:
+                given = f"new.{name} is not null and {differs(table, [column.name], 'new', 'old')}"
+            else:
+                after = f"  _mm_done := set_config({mark}, '', true);\n"
+            after += f"  new.{name} := {over_new(column.generated or '', table.names)};\n"
+        lines.append(f"  if {given} then\n    {_refused_value(column, update)}\n  end if;\n{after}")
     return "".join(lines)
 
 
-def _overriding(update: bool) -> str:
-    return "" if update else ", hint = 'Use OVERRIDING SYSTEM VALUE to override.'"
+def _column_trigger(state: str, visible: str, table: Table) -> str:
+    """Refuses SET of a fixed column before any row is looked at, unless the command says DEFAULT somewhere."""
+    columns = fixed(table)
+    if not columns:
+        return ""
+    parts: list[str] = []
+    for number, column in enumerate(columns):
+        body = f"""begin
+  if current_query() !~* '\\mdefault\\M' then
+    {_refused_value(column, update=True)}
+  end if;
+  return null;
+end"""
+        function = f"{ident(state)}.{ident(hidden(table.name, f'fixed {number}'))}()"
+        parts.append(
+            f"create function {function} returns trigger {_HEAD} {body_quote(body)};\n"
+            f'create trigger "~fixed {number}" before update of {ident(column.name)} '
+            f"on {ident(visible)}.{ident(table.name)} for each statement execute function {function};\n"
+        )
+    return "".join(parts)
 
 
 def _row_checks(visible: str, table: Table) -> str:
@@ -149,8 +181,11 @@ def _unique(state: str, visible: str, table: Table, key: Key, *, but: bool, chan
     if key.primary:
         found = probes.by_key(state, table, values)
     else:
-        found = probes.by_columns(state, table, key.columns, values, but="new" if but else None)
-        found = " and ".join([*(f"{v} is not null" for v in values), found])
+        found = probes.by_columns(
+            state, table, key.columns, values, but="new" if but else None, nulls_equal=key.nulls_equal
+        )
+        if not key.nulls_equal:
+            found = " and ".join([*(f"{v} is not null" for v in values), found])
     if changed:
         found = f"{differs(table, key.columns, 'new', 'old')} and {found}"
     text = literal(f'duplicate key value violates unique constraint "{key.name}"')
@@ -188,6 +223,7 @@ declare
   _mm_bound text := megamcp.verified(true);
   _mm_chain bigint[] := split_part(_mm_bound, '|', 1)::bigint[];
   _mm_head bigint := split_part(_mm_bound, '|', 2)::bigint;
+  _mm_done text;
   _mm_stamp bigint := current_setting('megamcp.t{table.number}')::bigint;
 begin
 {body}end"""
@@ -207,8 +243,7 @@ def _update_body(state: str, visible: str, catalog: Catalog, table: Table) -> st
     )
     moved += _write(state, table, "new", False, once=False)
     return (
-        _identity(catalog, table, update=True)
-        + _generated(table, update=True)
+        _fixed_columns(catalog, table, update=True)
         + _row_checks(visible, table)
         + f"  if {match_old_new(table)} then\n{same}  else\n{moved}  end if;\n"
         + foreign_keys.on_write(state, visible, catalog, table, update=True)
@@ -224,8 +259,7 @@ def match_old_new(table: Table) -> str:
 def create(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     """The three functions of a table and the triggers on its view."""
     insert = (
-        _identity(catalog, table, update=False)
-        + _generated(table, update=False)
+        _fixed_columns(catalog, table, update=False)
         + _row_checks(visible, table)
         + "".join(_unique(state, visible, table, key, but=False, changed=False) for key in table.keys)
         + _write(state, table, "new", False, once=False)
@@ -254,14 +288,17 @@ def create(state: str, visible: str, catalog: Catalog, table: Table) -> str:
             f'create trigger "~{moment}" {moment} insert or update or delete on {view} '
             f"for each statement execute function {s}.\"~{moment}\"('{table.number}');\n"
         )
+    parts.append(_column_trigger(state, visible, table))
     return "".join(parts)
 
 
-def default_of(state: str, column: Column) -> str | None:
+def default_of(state: str, table: Table, column: Column) -> str | None:
     """The expression of a view column's default; identity columns draw from their sequence."""
     if column.identity and column.sequence:
         call = clock.next_value(state, column.sequence)
         return call if column.type == "bigint" else f"{call}::{column.type}"
+    if column.generated is not None:
+        return f"{ident(state)}.\"~unset\"({literal(unset_setting(table, column))})::{column.type}"
     if column.default is None:
         return None
     return over_sequences(column.default, lambda name: (state, hidden(name, "next")))

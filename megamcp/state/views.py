@@ -34,7 +34,7 @@ def defaults(state: str, visible: str, table: Table) -> str:
     """Defaults on the view: PostgreSQL evaluates them only for columns left out or DEFAULT, as for a table."""
     parts: list[str] = []
     for column in table.columns:
-        expression = default_of(state, column)
+        expression = default_of(state, table, column)
         if expression is not None:
             parts.append(
                 f"alter view {ident(visible)}.{ident(table.name)} alter column {ident(column.name)} "
@@ -58,7 +58,7 @@ grant execute on function megamcp.chain_with_base(), megamcp.prf(bigint, bigint)
 grant select on all tables in schema {v} to {t}, {q};
 {changes}
 grant execute on function {s}."~draw"(), {s}."~now"(), {s}."~below"(numeric), {s}."~uuid"(bytea, int),
-  {s}."~sequence"(text), {s}."~missing"(text) to {shared};
+  {s}."~sequence"(text), {s}."~missing"(text), {s}."~unset"(text) to {shared};
 """ + "".join(_sequence_grants(state, catalog, shared))
 
 
