@@ -86,6 +86,7 @@ class EnvironmentConfig(_Config):
     """`environment.toml`."""
 
     name: str = Field(pattern=NAME.pattern)
+    description: str = Field("", max_length=2000)
     clock: AwareDatetime = Field(
         default_factory=lambda: datetime.fromisoformat("2026-01-01T00:00:00+00:00"),
         description="What now() says.",

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 BASE = "base"
 HEAD = "head"
-_MASK = (1 << 128) - 1
 _END_TRIES = 20
 
 
@@ -399,11 +398,7 @@ def demand_open(row: asyncpg.Record) -> None:
 
 
 def _add(total: str | None, delta: int) -> str:
-    """Two 64-bit lanes are summed apart, so that neither carries into the other."""
-    known = int(total or "0", 16)
-    high = ((known >> 64) + (delta >> 64)) & (_MASK >> 64)
-    low = ((known & (_MASK >> 64)) + (delta & (_MASK >> 64))) & (_MASK >> 64)
-    return f"{(high << 64) | low:032x}"
+    return f"{(int(total or '0', 16) + delta) % state.MODULUS:032x}"
 
 
 def _part(server: LoadedServer, sums: dict[str, str]) -> str:
