@@ -1,0 +1,252 @@
+"""How things look to people: tables that fit 80 columns, diffs, journals. Pure: models in, rich renderables out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from megamcp import types as t
+
+STATUS_STYLE = {"open": "green", "closed": "dim", "expired": "yellow"}
+KIND_STYLE = {"call": "cyan", "checkpoint": "magenta", "rollback": "yellow", "fork": "magenta", "score": "blue"}
+SHOWN_ROWS = 20
+
+
+def table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """A plain table; ids are never broken, so that they can be copied."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
+    for name in columns:
+        made.add_column(
+            name, justify="right" if name in right else "left", no_wrap=name in ("rollout", "checkpoint", "seq")
+        )
+    return made
+
+
+def facts(**values: Any) -> Table:
+    """Names and values, one a line. None is left out."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in values.items():
+        if value is not None:
+            grid.add_row(name.replace("_", " "), value if isinstance(value, Text) else str(value))
+    return grid
+
+
+def left(until: datetime) -> str:
+    """How long a lease still runs."""
+    seconds = (until - datetime.now(UTC)).total_seconds()
+    if seconds <= 0:
+        return "over"
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def status(value: str) -> Text:
+    """A status in its colour."""
+    return Text(value, style=STATUS_STYLE.get(value, ""))
+
+
+def environments(found: Iterable[t.Environment]) -> RenderableType:
+    """What can be opened."""
+    shown = table("environment", "version", "servers", "tables", right=("tables",))
+    for environment in found:
+        servers = ", ".join(f"{server.name} ({server.kind})" for server in environment.servers)
+        shown.add_row(
+            environment.name, environment.hash, servers, str(sum(len(server.tables) for server in environment.servers))
+        )
+    return (
+        shown if shown.row_count else Text("No environment is loaded. Load one: megamcp env load FOLDER", style="dim")
+    )
+
+
+def environment(found: t.Environment) -> RenderableType:
+    """One environment."""
+    head = facts(
+        environment=f"{found.name}@{found.hash}",
+        clock=found.clock.isoformat(),
+        seed=found.seed,
+        loaded=found.loaded_at.isoformat(),
+    )
+    servers = [
+        facts(**{f"server {server.name}": f"state: {server.kind}", "tables": ", ".join(server.tables) or None})
+        for server in found.servers
+    ]
+    return Group(head, *servers)
+
+
+def rollouts(found: Iterable[t.Rollout]) -> RenderableType:
+    """A table of rollouts."""
+    shown = table("rollout", "environment", "turn", "status", "lease", right=("turn",))
+    for rollout in found:
+        lease = left(rollout.expires_at) if rollout.status == "open" else ""
+        shown.add_row(
+            rollout.id, rollout.environment.partition("@")[0], str(rollout.turn), status(rollout.status), lease
+        )
+    return shown if shown.row_count else Text("No rollouts. Open one: megamcp rollout open ENVIRONMENT", style="dim")
+
+
+def new_rollouts(made: Sequence[t.Rollout]) -> RenderableType:
+    """Rollouts that were just made: what one needs to go on is the URL."""
+    lines = [Text.assemble(("● ", "green"), rollout.id, "\n  ", (rollout.url, "cyan")) for rollout in made]
+    return Group(*(Text(line.plain, spans=line.spans, no_wrap=True, overflow="ignore") for line in lines))
+
+
+def rollout(found: t.Rollout) -> RenderableType:
+    """One rollout."""
+    return facts(
+        rollout=found.id,
+        url=found.url,
+        environment=found.environment,
+        status=status(found.status),
+        group=found.group,
+        turn=found.turn,
+        depth=found.depth,
+        seq=found.seq,
+        stands_on=found.checkpoint,
+        forked_from=found.parent_checkpoint,
+        seed=found.seed,
+        labels=" ".join(f"{name}={value}" for name, value in found.labels.items()) or None,
+        created=found.created_at.isoformat(timespec="seconds"),
+        lease=f"{left(found.expires_at)} (until {found.expires_at.isoformat(timespec='seconds')})",
+    )
+
+
+def checkpoints(found: Iterable[t.Checkpoint]) -> RenderableType:
+    """A table of checkpoints."""
+    shown = table("checkpoint", "turn", "seq", "digest", "label", "lease", right=("turn", "seq"))
+    for point in found:
+        shown.add_row(
+            point.id,
+            str(point.turn),
+            str(point.seq),
+            short(point.digest),
+            Text(point.label or ""),
+            left(point.expires_at),
+        )
+    return shown if shown.row_count else Text("No checkpoints.", style="dim")
+
+
+def checkpoint(found: t.Checkpoint) -> RenderableType:
+    """One checkpoint."""
+    return facts(
+        checkpoint=found.id,
+        label=found.label,
+        rollout=found.rollout,
+        environment=found.environment,
+        parent=found.parent,
+        turn=found.turn,
+        depth=found.depth,
+        seq=found.seq,
+        digest=found.digest,
+        pinned_by=", ".join(found.pins) or None,
+        lease=f"{left(found.expires_at)} (until {found.expires_at.isoformat(timespec='seconds')})",
+    )
+
+
+def short(digest: str) -> str:
+    """A digest's first characters, enough to tell two apart by eye."""
+    return digest.removeprefix("sha256:")[:10]
+
+
+def tools(found: Iterable[t.Tool]) -> RenderableType:
+    """A table of tools: `*` marks what must be given."""
+    shown = table("tool", "arguments", "what it does")
+    for tool in found:
+        extra = tool.model_extra or {}
+        schema = extra.get("inputSchema") or {}
+        required = set(schema.get("required") or ())
+        names = [f"{name}*" if name in required else name for name in schema.get("properties") or {}]
+        first_line = str(extra.get("description") or "").strip().partition("\n")[0]
+        reads = bool((extra.get("annotations") or {}).get("readOnlyHint"))
+        shown.add_row(Text(tool.name, style="" if reads else "bold"), Text(" ".join(names), style="dim"), first_line)
+    return shown
+
+
+def events(found: Iterable[t.Event]) -> RenderableType:
+    """The journal, one row a line."""
+    shown = table("seq", "what", "detail", right=("seq",))
+    for event in found:
+        shown.add_row(str(event.seq), Text(event.kind, style=KIND_STYLE.get(event.kind, "")), event_detail(event))
+    return shown if shown.row_count else Text("Nothing yet.", style="dim")
+
+
+def event_detail(event: t.Event) -> Text:
+    """What one journal row says, in a line."""
+    if event.kind == "call":
+        mark = ("✗ ", "red") if event.is_error else ("✓ ", "green")
+        if event.state in ("running", "unknown"):
+            mark = ("… " if event.state == "running" else "? ", "yellow")
+        took = f"  {event.duration_ms:.0f} ms" if event.duration_ms is not None else ""
+        return Text.assemble(mark, event.tool or "", (f" {value(event.arguments or {})}", "dim"), (took, "dim"))
+    return Text(" ".join(f"{name}={value(v)}" for name, v in (event.data or {}).items()), style="dim")
+
+
+def query(found: t.QueryResult) -> RenderableType:
+    """Rows of a query."""
+    shown = table(*found.columns)
+    for row in found.rows:
+        shown.add_row(*(Text(value(cell)) for cell in row))
+    count = f"{len(found.rows)} row{'' if len(found.rows) == 1 else 's'}{' and more' if found.truncated else ''}"
+    return Group(shown, Text(count, style="dim"))
+
+
+def diff(found: t.Diff, *, limit: int = SHOWN_ROWS) -> RenderableType:
+    """Every table that differs: `+` added, `-` removed, `~` changed."""
+    lines = list(diff_lines(found, limit=limit))
+    return Group(*lines) if lines else Text(f"No difference between {found.from_} and {found.to}.", style="dim")
+
+
+def diff_lines(found: t.Diff, *, limit: int = SHOWN_ROWS) -> Iterator[Text]:
+    """The same, a line at a time."""
+    for server, state in sorted(found.servers.items()):
+        for name, rows in sorted(state.tables.items()):
+            parts = (("+", len(rows.added)), ("-", len(rows.removed)), ("~", len(rows.changed)))
+            counts = [f"{sign}{count}" for sign, count in parts if count]
+            more = " and more" if rows.truncated else ""
+            yield Text.assemble((f"{server}.{name}", "bold"), (f"  {' '.join(counts)}{more}", "dim"))
+            shown = [
+                *(Text.assemble(("  + ", "green"), row_text(row)) for row in rows.added),
+                *(Text.assemble(("  - ", "red"), row_text(row)) for row in rows.removed),
+                *(Text.assemble(("  ~ ", "yellow"), change_text(change)) for change in rows.changed),
+            ]
+            yield from shown[:limit]
+            if len(shown) > limit:
+                yield Text(f"    … {len(shown) - limit} more (--json shows all)", style="dim")
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """A row; columns that are null are left out."""
+    return " ".join(f"{name}={value(cell)}" for name, cell in row.items() if cell is not None)
+
+
+def change_text(change: t.RowChange) -> str:
+    """What names a changed row, and only what changed in it."""
+    before, after = change.before, change.after
+    same = [name for name in before if name in after and before[name] == after[name]]
+    name = "id" if "id" in same else next(iter(same), None)
+    columns = [
+        f"{column} {value(before.get(column))} → {value(after.get(column))}"
+        for column in dict.fromkeys((*before, *after))
+        if before.get(column) != after.get(column)
+    ]
+    return f"{name}={value(before[name])}  {', '.join(columns)}" if name else ", ".join(columns)
+
+
+def value(cell: Any) -> str:
+    """A value in one line."""
+    if cell is None:
+        return "∅"
+    if isinstance(cell, str):
+        return " ".join(cell.split())
+    return json.dumps(cell, ensure_ascii=False, default=str)
