@@ -28,7 +28,7 @@ from megamcp.postgres import layout
 _log = logging.getLogger(__name__)
 
 _CLAIM_PATIENCE: Final = 0.5  # seconds; a gateway that was just killed holds its lock while its memory goes
-_STOP_PATIENCE: Final = 60.0  # seconds; the supervisor itself uses force after 30
+_STOP_PATIENCE: Final = 60.0  # seconds; the supervisor itself uses force after 10
 _GIVE_UP_AFTER: Final = 3  # supervisors that died before PostgreSQL ran
 _LARGE_MEMORY: Final = 8 << 30  # bytes of a machine that can spare more for PostgreSQL
 _FAILURES: Final[Mapping[str, type[errors.MegaMCPError]]] = {
@@ -138,9 +138,7 @@ class EmbeddedPostgres:
         `DeadlineExceeded`.
         """
         if self._claim is not None:
-            raise errors.Conflict(
-                f"PostgreSQL in {self.data_dir} was started already.", code="already_started"
-            )
+            raise errors.Conflict(f"PostgreSQL in {self.data_dir} was started already.", code="already_started")
         programs = layout.binaries()
         self._claim = await self._claim_folder()
         self._stop_asked.clear()
@@ -211,7 +209,7 @@ class EmbeddedPostgres:
             self._plan(programs),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={"PYTHONPATH": str(source)},
+            env={**_kept_environment(), "PYTHONPATH": str(source)},
             start_new_session=True,  # Ctrl-C in a terminal is for the gateway, which then stops us in order
         )
         self._process = process
@@ -268,6 +266,11 @@ class EmbeddedPostgres:
         if self._claim is None:
             raise errors.Unavailable("The embedded PostgreSQL isn't started.", code="postgres_stopped")
         return self._claim
+
+
+def _kept_environment() -> dict[str, str]:
+    """What a Python may need to find its own libraries; nothing else of ours is the supervisor's business."""
+    return {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ}
 
 
 def _settings(max_connections: int, overrides: Mapping[str, object]) -> dict[str, str]:

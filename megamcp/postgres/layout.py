@@ -225,9 +225,7 @@ def _fits(folder: Path) -> bool:
 def _write(path: Path, text: str) -> None:
     """Whole or not at all, durable, for this user's eyes only."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(
-        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
-    ) as file:
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

