@@ -65,17 +65,10 @@ async def search_products(
         hay = " ".join((row["name"], row["brand"], row["category"], row["description"])).lower()
         shelf = wanted in (None, row["category"].lower(), row["department"].lower())
         affordable = ceiling is None or row["low"] <= ceiling
-        return (
-            shelf
-            and affordable
-            and all(w in hay for w in words)
-            and (row["available"] > 0 or not in_stock_only)
-        )
+        return shelf and affordable and all(w in hay for w in words) and (row["available"] > 0 or not in_stock_only)
 
     # Hits in the name first; sorting is stable, so names stay in order within both parts.
-    hits = sorted(
-        filter(matches, found), key=lambda row: not all(word in row["name"].lower() for word in words)
-    )
+    hits = sorted(filter(matches, found), key=lambda row: not all(word in row["name"].lower() for word in words))
     return [
         ProductSummary(
             product_id=Ref.PRODUCT.show(row["id"]),
@@ -98,14 +91,11 @@ async def get_product(db: AsyncConnection, product_id: str) -> Product:
     """
     row = await fetch_one(
         db,
-        "select p.*, c.name as category from products p join categories c on c.id = p.category_id where "
-        "p.id = :id",
+        "select p.*, c.name as category from products p join categories c on c.id = p.category_id where p.id = :id",
         id=Ref.PRODUCT.parse(product_id),
     )
     if row is None:
-        raise ToolError(
-            "product_not_found", f"There is no product {product_id}. Use search_products to find one."
-        )
+        raise ToolError("product_not_found", f"There is no product {product_id}. Use search_products to find one.")
     variants = await fetch_all(db, "select * from variants where product_id = :id order by id", id=row["id"])
     return Product(
         product_id=Ref.PRODUCT.show(row["id"]),

@@ -76,8 +76,7 @@ async def discount_for(
     if used is not None and used != on_order:
         raise ToolError(
             "coupon_already_used",
-            f"This customer used coupon {coupon['code']} on order {Ref.ORDER.show(used)}; it works once "
-            "per customer.",
+            f"This customer used coupon {coupon['code']} on order {Ref.ORDER.show(used)}; it works once per customer.",
         )
     eligible = sum(line["cents"] for line in lines if coupon["category_id"] in (None, line["category_id"]))
     where = f" of {coupon['category']}" if coupon["category"] else ""
@@ -112,9 +111,7 @@ async def check_coupon(db: AsyncConnection, clock: Clock, order_id: str, code: s
         code: The coupon code as the customer gave it.
     """
     order = await require_order(db, order_id)
-    coupon, discount = await discount_for(
-        db, clock, code, order["customer_id"], await priced_lines(db, order["id"])
-    )
+    coupon, discount = await discount_for(db, clock, code, order["customer_id"], await priced_lines(db, order["id"]))
     return CouponCheck(
         code=coupon["code"],
         description=coupon["description"],
@@ -124,9 +121,7 @@ async def check_coupon(db: AsyncConnection, clock: Clock, order_id: str, code: s
     )
 
 
-async def apply_coupon(
-    db: AsyncConnection, clock: Clock, customer_id: str, order_id: str, code: str
-) -> Order:
+async def apply_coupon(db: AsyncConnection, clock: Clock, customer_id: str, order_id: str, code: str) -> Order:
     """Apply a coupon to a pending order and refund the saving to the order's payment method.
 
     An order takes one coupon; each customer can use a coupon once. Returns the order with its new total.
@@ -147,9 +142,7 @@ async def apply_coupon(
             f"Order {order_id} already carries coupon {present}; an order takes one. To use another, call "
             "remove_coupon first.",
         )
-    coupon, discount = await discount_for(
-        db, clock, code, order["customer_id"], await priced_lines(db, order["id"])
-    )
+    coupon, discount = await discount_for(db, clock, code, order["customer_id"], await priced_lines(db, order["id"]))
     await write(
         db,
         "insert into coupon_redemptions (coupon_code, customer_id, order_id, discount_cents, redeemed_at)"
@@ -175,9 +168,7 @@ async def remove_coupon(db: AsyncConnection, clock: Clock, customer_id: str, ord
     """
     order = await require_order(db, order_id, customer_id)
     await _open_for_coupon(db, order)
-    found = await fetch_value(
-        db, "select id from coupon_redemptions where order_id = :order", order=order["id"]
-    )
+    found = await fetch_value(db, "select id from coupon_redemptions where order_id = :order", order=order["id"])
     if found is None:
         raise ToolError("no_coupon", f"Order {order_id} carries no coupon, so there is nothing to remove.")
     await write(db, "delete from coupon_redemptions where id = :id", id=found)
@@ -192,7 +183,5 @@ async def _set_discount(db: AsyncConnection, clock: Clock, order: RowMapping, di
         discount=discount,
         id=order["id"],
     )
-    method = await require_payment_method(
-        db, Ref.PAYMENT_METHOD.show(order["payment_method_id"]), order["customer_id"]
-    )
+    method = await require_payment_method(db, Ref.PAYMENT_METHOD.show(order["payment_method_id"]), order["customer_id"])
     await settle(db, clock, order["id"], method, "modification", order["discount_cents"] - discount)

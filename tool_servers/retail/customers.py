@@ -124,8 +124,7 @@ async def verify_customer(
     row = await require_customer(db, customer_id)
     failed = await fetch_value(
         db,
-        "select count(*) from identity_checks where customer_id = :customer and not passed and checked_at "
-        "> :since",
+        "select count(*) from identity_checks where customer_id = :customer and not passed and checked_at > :since",
         customer=row["id"],
         since=clock.now() - LOCKED_FOR,
     )
@@ -152,9 +151,7 @@ async def verify_customer(
         customer_id=Ref.CUSTOMER.show(row["id"]),
         verified=passed,
         attempts_left=left,
-        message="Verified for 30 minutes."
-        if passed
-        else f"This does not match. {left} attempts are left today.",
+        message="Verified for 30 minutes." if passed else f"This does not match. {left} attempts are left today.",
     )
 
 
@@ -193,9 +190,7 @@ async def update_contact(
     if email is not None:
         email = email.strip().lower()
         if not _EMAIL.fullmatch(email):
-            raise ToolError(
-                "invalid_email", f"{email!r} is not an email address. Ask the customer to spell it."
-            )
+            raise ToolError("invalid_email", f"{email!r} is not an email address. Ask the customer to spell it.")
         owner = await fetch_value(db, "select id from customers where email = :email", email=email)
         if owner not in (None, row["id"]):
             raise ToolError(
@@ -206,9 +201,7 @@ async def update_contact(
     if phone is not None:
         if not re.fullmatch(r"\+\d[\d\- ]{7,18}", phone.strip()):
             raise ToolError("invalid_phone", f"{phone!r} is not a phone number like +1-206-555-0142.")
-        await write(
-            db, "update customers set phone = :phone where id = :id", phone=phone.strip(), id=row["id"]
-        )
+        await write(db, "update customers set phone = :phone where id = :id", phone=phone.strip(), id=row["id"])
     return await _load_customer(db, clock, row["id"])
 
 
@@ -327,12 +320,8 @@ def _squeeze(text: str) -> str:
 
 async def _load_customer(db: AsyncConnection, clock: Clock, customer: int) -> Customer:
     row = await require_customer(db, Ref.CUSTOMER.show(customer))
-    addresses = await fetch_all(
-        db, "select * from addresses where customer_id = :id order by id", id=customer
-    )
-    methods = await fetch_all(
-        db, "select * from payment_methods where customer_id = :id order by id", id=customer
-    )
+    addresses = await fetch_all(db, "select * from addresses where customer_id = :id order by id", id=customer)
+    methods = await fetch_all(db, "select * from payment_methods where customer_id = :id order by id", id=customer)
     return Customer(
         customer_id=Ref.CUSTOMER.show(customer),
         first_name=row["first_name"],

@@ -83,8 +83,7 @@ class Store:
         dice, rows = self.dice, self.rows
         departments = {name: rows.add("categories", None, name) for name in words.DEPARTMENTS}
         self.categories = {
-            shelf.name: rows.add("categories", departments[shelf.department], shelf.name)
-            for shelf in words.CATEGORIES
+            shelf.name: rows.add("categories", departments[shelf.department], shelf.name) for shelf in words.CATEGORIES
         }
         for shelf in words.CATEGORIES:
             names = [f"{line} {noun}" for line in words.LINES for noun in shelf.nouns]
@@ -162,9 +161,7 @@ class Store:
                         since,
                     )
                 )
-            for kind in dice.some(
-                ("card", "paypal", "card", "gift_card"), dice.weighted({1: 40.0, 2: 40.0, 3: 20.0})
-            ):
+            for kind in dice.some(("card", "paypal", "card", "gift_card"), dice.weighted({1: 40.0, 2: 40.0, 3: 20.0})):
                 customer.methods.append(self.add_method(customer, kind, since))
 
     def add_method(self, customer: Customer, kind: str, since: datetime) -> int:
@@ -224,8 +221,7 @@ class Store:
         customer = self.customers[dice.skewed(known, 1.15)]
         wanted = dice.weighted({1: 46.0, 2: 30.0, 3: 16.0, 4: 8.0})
         choice = {
-            v.product: v
-            for v in dice.some([v for v in self.variants if v.sellable and v.sold_from < placed], wanted)
+            v.product: v for v in dice.some([v for v in self.variants if v.sellable and v.sold_from < placed], wanted)
         }
         basket = [(v, dice.weighted({1: 86.0, 2: 11.0, 3: 3.0})) for v in choice.values()]
         subtotal = sum(v.price * quantity for v, quantity in basket)
@@ -272,16 +268,12 @@ class Store:
             customer.methods += usable
         return self.dice.pick(usable)
 
-    def coupon_for(
-        self, customer: Customer, basket: list[tuple[Variant, int]], at: datetime
-    ) -> tuple[str, int] | None:
+    def coupon_for(self, customer: Customer, basket: list[tuple[Variant, int]], at: datetime) -> tuple[str, int] | None:
         if not self.dice.chance(0.28):
             return None
         found = []
         for code, _, percent, cents, minimum, shelf, first, last, active in words.COUPONS:
-            eligible = sum(
-                v.price * n for v, n in basket if not shelf or v.category == self.categories[shelf]
-            )
+            eligible = sum(v.price * n for v, n in basket if not shelf or v.category == self.categories[shelf])
             valid = active and first <= f"{at:%Y-%m-%d}" < last and code not in customer.coupons
             if valid and eligible and eligible >= minimum:
                 found.append((code, eligible * percent // 100 if percent else min(cents or 0, eligible)))
@@ -297,9 +289,7 @@ class Store:
             return "processing" if self.dice.chance(0.75) else "shipped"
         return "delivered"  # ship() may find that it is still on the road
 
-    def refund(
-        self, order: int, back: int | None, method: int, reason: str, cents: int, at: datetime
-    ) -> None:
+    def refund(self, order: int, back: int | None, method: int, reason: str, cents: int, at: datetime) -> None:
         self.rows.add("refunds", order, back, method, reason, cents, None, at)
         if method in self.balance:
             self.balance[method] += cents
@@ -336,9 +326,7 @@ class Store:
     ) -> None:
         dice = self.dice
         carrier, prefix = dice.pick(words.CARRIERS)
-        number = (
-            f"{prefix}{dice.between(10_000_000, 99_999_999)}{self.rows.next_id('shipments', peek=True):05}"
-        )
+        number = f"{prefix}{dice.between(10_000_000, 99_999_999)}{self.rows.next_id('shipments', peek=True):05}"
         age = CLOCK - shipped
         status = "delivered" if delivered else trouble or (
             "label_created" if age < timedelta(hours=9)
@@ -379,9 +367,7 @@ class Store:
         age = (CLOCK - requested).days
         reason = dice.weighted(words.RETURN_REASONS)
         line = dice.pick(lines)
-        swaps = [
-            v for v in self.siblings[line.variant.product] if v is not line.variant and v.price == line.price
-        ]
+        swaps = [v for v in self.siblings[line.variant.product] if v is not line.variant and v.price == line.price]
         exchange = bool(swaps) and dice.chance(0.25)
         if age < 4:
             status = "requested"
@@ -394,11 +380,7 @@ class Store:
         else:
             status = dice.weighted({"refunded": 93.0, "rejected": 4.0, "cancelled": 3.0})
         value = line.price * line.quantity * (subtotal - discount) // subtotal
-        free = (
-            exchange
-            or customer.tier == "gold"
-            or reason in ("defective", "damaged_in_transit", "wrong_item_sent")
-        )
+        free = exchange or customer.tier == "gold" or reason in ("defective", "damaged_in_transit", "wrong_item_sent")
         fee = 0 if free else 695
         if value <= fee:
             return
@@ -435,33 +417,23 @@ class Store:
             "product": "delivered",
         }
         history, week = 550 * 24 * 60, 6 * 24 * 60
-        opened = [
-            OPENED + timedelta(minutes=dice.skewed(history, 0.6)) for _ in range(TICKETS - RECENT_TICKETS)
-        ]
+        opened = [OPENED + timedelta(minutes=dice.skewed(history, 0.6)) for _ in range(TICKETS - RECENT_TICKETS)]
         opened += [CLOCK - timedelta(minutes=dice.between(60, week)) for _ in range(RECENT_TICKETS)]
         opened.sort()
         for at in opened:
             category = dice.pick(tuple(words.TICKETS))
             subject, question, answer = dice.pick(words.TICKETS[category])
             # Old tickets speak of delivered orders, whatever they were about at the time.
-            pool = (
-                self.orders_by_status[about.get(category, "delivered")]
-                if at > CLOCK - timedelta(days=2)
-                else ()
-            )
+            pool = self.orders_by_status[about.get(category, "delivered")] if at > CLOCK - timedelta(days=2) else ()
             earlier = [o for o in (pool or self.orders_by_status["delivered"]) if o[2] < at]
             if not earlier:
                 continue
             order, customer, _ = earlier[dice.between(max(0, len(earlier) - 60), len(earlier) - 1)]
             recent = CLOCK - at < timedelta(days=6)
             status = (
-                dice.weighted({"open": 6.0, "waiting_for_customer": 3.0, "escalated": 1.0})
-                if recent
-                else "resolved"
+                dice.weighted({"open": 6.0, "waiting_for_customer": 3.0, "escalated": 1.0}) if recent else "resolved"
             )
-            team = (
-                dice.pick(("billing", "logistics", "supervisor")) if status == "escalated" else "front_desk"
-            )
+            team = dice.pick(("billing", "logistics", "supervisor")) if status == "escalated" else "front_desk"
             replied = min(at + minutes(dice, 0.5, 20), CLOCK)
             priority = dice.weighted({"low": 2.0, "normal": 7.0, "high": 1.0})
             ticket = rows.add(
@@ -479,11 +451,7 @@ class Store:
         for identity, (product, sku, options, price) in self.variant_rows.items():
             free = 0 if dice.chance(0.11) else dice.between(1, 45)
             held = self.reserved[identity]
-            restock = (
-                (CLOCK + timedelta(days=dice.between(4, 60))).date()
-                if not free and dice.chance(0.7)
-                else None
-            )
+            restock = (CLOCK + timedelta(days=dice.between(4, 60))).date() if not free and dice.chance(0.7) else None
             self.rows.put("variants", identity, product, sku, options, price, held + free, held, restock)
 
     def write_methods(self) -> None:

@@ -44,9 +44,7 @@ async def net_paid(db: AsyncConnection, order: int) -> int:
     return sum((await net_by_method(db, order)).values())
 
 
-async def charge(
-    db: AsyncConnection, clock: Clock, order: int, method: RowMapping, reason: str, cents: int
-) -> None:
+async def charge(db: AsyncConnection, clock: Clock, order: int, method: RowMapping, reason: str, cents: int) -> None:
     """Takes money; ToolError for an expired card or a wallet without enough in it."""
     if method["expires_on"] is not None and method["expires_on"] < clock.now().date():
         raise ToolError(
@@ -56,9 +54,7 @@ async def charge(
             "lists them) or add one with add_payment_method.",
         )
     if method["kind"] in WALLETS:
-        balance = await fetch_value(
-            db, "select balance_cents from payment_methods where id = :id", id=method["id"]
-        )
+        balance = await fetch_value(db, "select balance_cents from payment_methods where id = :id", id=method["id"])
         if balance < cents:
             raise ToolError(
                 "insufficient_balance",
@@ -189,8 +185,7 @@ async def reserve(db: AsyncConnection, variant: RowMapping, quantity: int) -> No
     if variant["status"] != "active":
         raise ToolError(
             "product_discontinued",
-            f"{name} is discontinued and can't be ordered any more. Offer something else from "
-            "search_products.",
+            f"{name} is discontinued and can't be ordered any more. Offer something else from search_products.",
         )
     available = await fetch_value(db, "select available from variants where id = :id", id=variant["id"])
     if available < quantity:

@@ -76,8 +76,7 @@ async def require_order(db: AsyncConnection, order_id: str, customer_id: str | N
 async def is_verified(db: AsyncConnection, clock: Clock, customer: int) -> bool:
     passed = await fetch_value(
         db,
-        "select count(*) from identity_checks where customer_id = :customer and passed and checked_at > "
-        ":since",
+        "select count(*) from identity_checks where customer_id = :customer and passed and checked_at > :since",
         customer=customer,
         since=clock.now() - VERIFIED_FOR,
     )
@@ -139,8 +138,7 @@ async def require_variant(db: AsyncConnection, sku: str) -> RowMapping:
     if found is None:
         raise ToolError(
             "sku_not_found",
-            f"There is no SKU {sku!r}. Use get_product to see the SKUs of a product, or search_products to "
-            "find it.",
+            f"There is no SKU {sku!r}. Use get_product to see the SKUs of a product, or search_products to find it.",
         )
     return found
 

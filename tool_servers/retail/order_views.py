@@ -84,9 +84,7 @@ async def track_shipment(
         raise ToolError("one_argument_needed", "Give either order_id or tracking_number, not both.")
     if order_id is not None:
         order = await require_order(db, order_id)
-        found = await fetch_all(
-            db, "select * from shipments where order_id = :order order by id", order=order["id"]
-        )
+        found = await fetch_all(db, "select * from shipments where order_id = :order order by id", order=order["id"])
     else:
         found = await fetch_all(
             db,
@@ -113,8 +111,7 @@ async def _tracking(db: AsyncConnection, clock: Clock, row: RowMapping) -> Track
         parcel=_parcel(row),
         late=arrived.date() > row["estimated_on"],
         events=[
-            TrackingEvent(at=event["happened_at"], status=event["status"], place=event["place"])
-            for event in events
+            TrackingEvent(at=event["happened_at"], status=event["status"], place=event["place"]) for event in events
         ],
     )
 
@@ -158,9 +155,7 @@ async def load_order(db: AsyncConnection, order: int) -> Order:
     method = await fetch_one(db, "select * from payment_methods where id = :id", id=row["payment_method_id"])
     assert address is not None, "foreign key"
     assert method is not None, "foreign key"
-    coupon = await fetch_value(
-        db, "select coupon_code from coupon_redemptions where order_id = :order", order=order
-    )
+    coupon = await fetch_value(db, "select coupon_code from coupon_redemptions where order_id = :order", order=order)
     parcels = await fetch_all(db, "select * from shipments where order_id = :order order by id", order=order)
     returns = await fetch_all(db, "select id from returns where order_id = :order order by id", order=order)
     money = await _money(db, order)

@@ -41,8 +41,7 @@ def require_pending(order: RowMapping, wish: str) -> None:
     }[order["status"]]
     raise ToolError(
         "order_not_pending",
-        f"Order {Ref.ORDER.show(order['id'])} is {order['status']}, and only a pending order can be "
-        f"{wish}. {instead}",
+        f"Order {Ref.ORDER.show(order['id'])} is {order['status']}, and only a pending order can be {wish}. {instead}",
         status=order["status"],
     )
 
@@ -105,9 +104,7 @@ async def place_order(
         )
     discount = 0
     if coupon_code is not None:
-        coupon, discount = await discount_for(
-            db, clock, coupon_code, customer["id"], await priced_lines(db, order)
-        )
+        coupon, discount = await discount_for(db, clock, coupon_code, customer["id"], await priced_lines(db, order))
         await write(
             db,
             "insert into coupon_redemptions (coupon_code, customer_id, order_id, discount_cents, redeemed_at)"
@@ -118,9 +115,7 @@ async def place_order(
             discount=discount,
             now=clock.now(),
         )
-        await write(
-            db, "update orders set discount_cents = :discount where id = :id", discount=discount, id=order
-        )
+        await write(db, "update orders set discount_cents = :discount where id = :id", discount=discount, id=order)
     await charge(db, clock, order, method, "order", subtotal - discount + shipping)
     return await load_order(db, order)
 
@@ -190,8 +185,7 @@ async def modify_order_items(
     if subtotal is None:
         raise ToolError(
             "order_would_be_empty",
-            f"These changes would leave order {order_id} empty. Use cancel_order if that is what the "
-            "customer wants.",
+            f"These changes would leave order {order_id} empty. Use cancel_order if that is what the customer wants.",
         )
     await _reprice(db, clock, order, int(subtotal))
     return await load_order(db, order["id"])
@@ -237,8 +231,7 @@ async def _change_line(db: AsyncConnection, order: RowMapping, line: RowMapping,
         await release(db, line["variant_id"], line["quantity"] - quantity)
     await write(
         db,
-        "update order_items set variant_id = :variant, quantity = :quantity, unit_price_cents = :price "
-        "where id = :id",
+        "update order_items set variant_id = :variant, quantity = :quantity, unit_price_cents = :price where id = :id",
         variant=variant["id"],
         quantity=quantity,
         price=variant["price_cents"] if swap else line["unit_price_cents"],
@@ -247,9 +240,7 @@ async def _change_line(db: AsyncConnection, order: RowMapping, line: RowMapping,
 
 
 async def _reprice(db: AsyncConnection, clock: Clock, order: RowMapping, subtotal: int) -> None:
-    redemption = await fetch_one(
-        db, "select * from coupon_redemptions where order_id = :order", order=order["id"]
-    )
+    redemption = await fetch_one(db, "select * from coupon_redemptions where order_id = :order", order=order["id"])
     discount = 0
     if redemption is not None:
         _, discount = await discount_for(
@@ -273,9 +264,7 @@ async def _reprice(db: AsyncConnection, clock: Clock, order: RowMapping, subtota
         discount=discount,
         id=order["id"],
     )
-    method = await require_payment_method(
-        db, Ref.PAYMENT_METHOD.show(order["payment_method_id"]), order["customer_id"]
-    )
+    method = await require_payment_method(db, Ref.PAYMENT_METHOD.show(order["payment_method_id"]), order["customer_id"])
     difference = subtotal - discount + order["shipping_cents"] - order["total_cents"]
     await settle(db, clock, order["id"], method, "modification", difference)
 
@@ -304,9 +293,7 @@ async def change_shipping_address(
             "since duties "
             "differ. Cancel it and place a new order to that address.",
         )
-    await write(
-        db, "update orders set address_id = :address where id = :id", address=address["id"], id=order["id"]
-    )
+    await write(db, "update orders set address_id = :address where id = :id", address=address["id"], id=order["id"])
     return await load_order(db, order["id"])
 
 

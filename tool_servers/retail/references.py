@@ -82,7 +82,6 @@ def to_cents(amount: float) -> int:
     if cents <= 0 or abs(amount * 100 - cents) > 1e-6:
         raise ToolError(
             "invalid_amount",
-            f"{amount} is not an amount: give US dollars above 0 with at most two decimals, for example "
-            "12.50.",
+            f"{amount} is not an amount: give US dollars above 0 with at most two decimals, for example 12.50.",
         )
     return cents

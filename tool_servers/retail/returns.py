@@ -71,9 +71,7 @@ async def return_items(
     lines = {line["sku"]: line for line in await load_lines(db, order["id"])}
     if not items or len({item.sku.strip().upper() for item in items}) < len(items):
         raise ToolError("invalid_items", "Give at least one item, and each SKU only once with its quantity.")
-    chosen = [
-        (_require_line(lines, order_id, item.sku, item.quantity, reason), item.quantity) for item in items
-    ]
+    chosen = [(_require_line(lines, order_id, item.sku, item.quantity, reason), item.quantity) for item in items]
     method = await refund_destination(db, clock, order, refund_to)
     value = sum(_paid_for(order, line, quantity) for line, quantity in chosen)
     fee = 0 if customer["tier"] == "gold" or reason in OUR_FAULT else LABEL_CENTS
@@ -84,9 +82,7 @@ async def return_items(
             "would be refunded. "
             "Tell the customer; they may add items to the return or keep them.",
         )
-    back = await _open_return(
-        db, clock, order["id"], kind="refund", reason=reason, refund_to=method["id"], fee=fee
-    )
+    back = await _open_return(db, clock, order["id"], kind="refund", reason=reason, refund_to=method["id"], fee=fee)
     for line, quantity in chosen:
         await _add_item(db, back, line, quantity, _paid_for(order, line, quantity), None)
     return await load_return(db, back)
@@ -232,8 +228,7 @@ async def issue_refund(
     if cents <= 0:
         raise ToolError(
             "nothing_to_refund",
-            f"Nothing is left to refund on order {Ref.ORDER.show(order['id'])}: all that was paid was "
-            "refunded before.",
+            f"Nothing is left to refund on order {Ref.ORDER.show(order['id'])}: all that was paid was refunded before.",
         )
     await refund(db, clock, order["id"], method["id"], "return", cents, return_id=row["id"])
     await write(
@@ -297,9 +292,7 @@ async def issue_goodwill_credit(
 async def _require_return(db: AsyncConnection, return_id: str) -> RowMapping:
     row = await fetch_one(db, "select * from returns where id = :id", id=Ref.RETURN.parse(return_id))
     if row is None:
-        raise ToolError(
-            "return_not_found", f"There is no return {return_id}. get_order lists an order's returns."
-        )
+        raise ToolError("return_not_found", f"There is no return {return_id}. get_order lists an order's returns.")
     return row
 
 
@@ -313,8 +306,7 @@ async def _require_returnable(db: AsyncConnection, clock: Clock, order: RowMappi
         )
         raise ToolError(
             "order_not_delivered",
-            f"Order {shown} is {order['status']}; only delivered items can be returned or exchanged. "
-            f"{instead}",
+            f"Order {shown} is {order['status']}; only delivered items can be returned or exchanged. {instead}",
             status=order["status"],
         )
     delivered = await fetch_value(
@@ -323,9 +315,7 @@ async def _require_returnable(db: AsyncConnection, clock: Clock, order: RowMappi
         order=order["id"],
     )
     if delivered is None or clock.now() - delivered > RETURN_WINDOW:
-        since = (
-            f" on {day(delivered)}; the last day was {day(delivered + RETURN_WINDOW)}" if delivered else ""
-        )
+        since = f" on {day(delivered)}; the last day was {day(delivered + RETURN_WINDOW)}" if delivered else ""
         raise ToolError(
             "return_window_over",
             f"Order {shown} was delivered{since}. Returns and exchanges end 30 days after delivery; you "
@@ -334,14 +324,10 @@ async def _require_returnable(db: AsyncConnection, clock: Clock, order: RowMappi
         )
 
 
-def _require_line(
-    lines: dict[str, RowMapping], order_id: str, sku: str, quantity: int, reason: str
-) -> RowMapping:
+def _require_line(lines: dict[str, RowMapping], order_id: str, sku: str, quantity: int, reason: str) -> RowMapping:
     line = lines.get(sku.strip().upper())
     if line is None:
-        raise ToolError(
-            "sku_not_in_order", f"Order {order_id} has no item {sku}; it has {', '.join(sorted(lines))}."
-        )
+        raise ToolError("sku_not_in_order", f"Order {order_id} has no item {sku}; it has {', '.join(sorted(lines))}.")
     left = line["quantity"] - line["returned"]
     if quantity > left:
         raise ToolError(
@@ -354,8 +340,7 @@ def _require_line(
     if line["final_sale"] and reason not in OUR_FAULT:
         raise ToolError(
             "final_sale",
-            f"{line['name']} is a final-sale item: it can only come back when it is defective, damaged or "
-            "wrong.",
+            f"{line['name']} is a final-sale item: it can only come back when it is defective, damaged or wrong.",
         )
     return line
 
@@ -422,9 +407,7 @@ async def _refund_due(db: AsyncConnection, row: RowMapping) -> int:
     return max(0, int(value) - int(row["label_fee_cents"]))
 
 
-async def _receipt(
-    db: AsyncConnection, order: int, back: int | None, method: RowMapping, cents: int
-) -> Refund:
+async def _receipt(db: AsyncConnection, order: int, back: int | None, method: RowMapping, cents: int) -> Refund:
     return Refund(
         order_id=Ref.ORDER.show(order),
         return_id=Ref.RETURN.show(back) if back is not None else None,
@@ -441,8 +424,7 @@ _NEXT_STEP = {
     "received": "The warehouse has checked the items in: pay it out with issue_refund.",
     "refunded": "Done, the money was paid out.",
     "exchanged": "Done, the replacement was sent (see track_shipment).",
-    "rejected": "The warehouse refused the items (worn or incomplete); if the customer disagrees, open a "
-    "ticket.",
+    "rejected": "The warehouse refused the items (worn or incomplete); if the customer disagrees, open a ticket.",
     "cancelled": "Called off; the customer keeps the items.",
 }
 

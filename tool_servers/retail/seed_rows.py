@@ -27,8 +27,7 @@ TABLES: dict[str, tuple[int | None, str]] = {
     "identity_checks": (601, "id customer_id proof passed checked_at"),
     "coupons": (
         None,
-        "code description percent_off amount_off_cents min_subtotal_cents category_id starts_at ends_at "
-        "active",
+        "code description percent_off amount_off_cents min_subtotal_cents category_id starts_at ends_at active",
     ),
     "orders": (
         100001,

@@ -92,16 +92,14 @@ async def open_ticket(
         raise ToolError("incomplete_ticket", "Give a subject of 3 to 200 characters and a message.")
     mine = await fetch_all(
         db,
-        "select id, order_id, category from tickets where customer_id = :customer and status <> 'resolved' "
-        "order by id",
+        "select id, order_id, category from tickets where customer_id = :customer and status <> 'resolved' order by id",
         customer=customer["id"],
     )
     for row in mine:
         if row["category"] == category and row["order_id"] == (order["id"] if order else None):
             raise ToolError(
                 "ticket_exists",
-                f"Ticket {Ref.TICKET.show(row['id'])} about this is open already. Use get_ticket and "
-                "add_ticket_note.",
+                f"Ticket {Ref.TICKET.show(row['id'])} about this is open already. Use get_ticket and add_ticket_note.",
                 ticket_id=Ref.TICKET.show(row["id"]),
             )
     ticket = await fetch_value(
@@ -140,9 +138,7 @@ async def add_ticket_note(
     return await _load_ticket(db, row["id"])
 
 
-async def escalate_ticket(
-    db: AsyncConnection, clock: Clock, ticket_id: str, team: Team, reason: str
-) -> Ticket:
+async def escalate_ticket(db: AsyncConnection, clock: Clock, ticket_id: str, team: Team, reason: str) -> Ticket:
     """Hand a ticket to a team that may do more than you. Tell the customer that they will hear from that
     team.
 
@@ -191,9 +187,7 @@ async def resolve_ticket(db: AsyncConnection, clock: Clock, ticket_id: str, reso
 async def _require_ticket(db: AsyncConnection, ticket_id: str) -> RowMapping:
     row = await fetch_one(db, "select * from tickets where id = :id", id=Ref.TICKET.parse(ticket_id))
     if row is None:
-        raise ToolError(
-            "ticket_not_found", f"There is no ticket {ticket_id}. Use list_tickets with the customer's id."
-        )
+        raise ToolError("ticket_not_found", f"There is no ticket {ticket_id}. Use list_tickets with the customer's id.")
     return row
 
 
