@@ -30,6 +30,7 @@ from megamcp.errors import BadRequest, DeadlineExceeded, MegaMCPError, NoCapacit
 log = logging.getLogger(__name__)
 
 MAX_KEY_BYTES = 512
+_UNSEEN_TRIES = 3
 
 
 class Cancelled(MegaMCPError):
@@ -121,7 +122,8 @@ class Calls:
     ) -> wire.Reply:
         link = route.link
         remaining = deadline - asyncio.get_running_loop().time()
-        for attempt in (1, 2):
+        unseen = deaths = 0
+        while True:
             handle = self._control.mint(
                 rollout,
                 link.server.name,
@@ -140,8 +142,10 @@ class Calls:
                 return await self._settle(rollout, handle, call, _too_late(call, link))
             except UpstreamLost as error:
                 lost = _with_tail(error, link)
-                if attempt == 2:
+                unseen, deaths = (unseen, deaths + 1) if error.sent else (unseen + 1, deaths)
+                if deaths > 1 or unseen > _UNSEEN_TRIES:
                     return await self._settle(rollout, handle, call, lost)
+                await link.lost()
                 if not error.sent:
                     continue
                 if (reply := await self._ended(rollout, handle, call, None)) is not None:
@@ -159,7 +163,6 @@ class Calls:
                 await self._sheltered(self._settle(rollout, handle, call, cancelled))
                 raise
             remaining = deadline - asyncio.get_running_loop().time()
-        raise AssertionError("unreachable")
 
     async def _settle(self, rollout: RolloutView, handle: str, call: ToolCall, error: MegaMCPError) -> wire.Reply:
         """The result of a call without an answer if it did commit one; else `error` is recorded and raised."""
@@ -224,8 +227,7 @@ class Calls:
                 raise asyncio.CancelledError
             run.exchanging = True
             async with asyncio.timeout_at(deadline):
-                upstream = await link.upstream()
-                reply = await upstream.call(call, progress=progress)
+                reply = await _until_seen(link, call, progress)
             run.exchanging = False
         except TimeoutError:
             link.seems_stuck()
@@ -273,6 +275,20 @@ class Calls:
         """Waits until every ending is recorded."""
         while self._settling:
             await asyncio.wait(self._settling)
+
+
+async def _until_seen(link: Link, call: ToolCall, progress: Progress | None) -> wire.Reply:
+    """Sends a call until a server has seen it, which happens at most once."""
+    for _ in range(_UNSEEN_TRIES):
+        upstream = await link.upstream()
+        try:
+            return await upstream.call(call, progress=progress)
+        except UpstreamLost as error:
+            if error.sent or link.child is None:
+                raise
+            await link.lost()
+    upstream = await link.upstream()
+    return await upstream.call(call, progress=progress)
 
 
 class _Run:

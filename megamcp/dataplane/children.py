@@ -208,7 +208,7 @@ class Child:
         reading = asyncio.create_task(self._read_output(process.stdout))
         status = await process.wait()
         # A grandchild may hold the pipe open; the process itself is gone.
-        await asyncio.wait({reading}, timeout=0.5)
+        await asyncio.wait({reading}, timeout=0.2)
         reading.cancel()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

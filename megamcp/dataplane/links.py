@@ -102,6 +102,14 @@ class Link:
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
+    async def lost(self) -> None:
+        """A connection broke: if the child is dying, waits for the end, so that the next try meets its successor."""
+        running = self._running
+        if self._child is not None and running is not None and running.alive:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await running.ended.wait()
+
     def seems_stuck(self) -> None:
         """A call ran past its deadline: a child that answers nothing at all within the grace is killed.
 
@@ -146,6 +154,7 @@ class Link:
                 try:
                     return await self._ask()
                 except UpstreamLost:  # asking twice does no harm
+                    await self.lost()
                     return await self._ask()
         except TimeoutError:
             raise DeadlineExceeded(
