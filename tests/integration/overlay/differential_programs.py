@@ -20,6 +20,8 @@ class Openness(Enum):
     """One result only."""
     FIRST_FAILURE = "first failure"
     """Several rows are written: which of several broken constraints is told depends on their order."""
+    SELF_REFERENCE = "self reference"
+    """Rows of one table leave and others come to refer to them: PostgreSQL fires events in the order of rows."""
     KEY_SHIFT = "key shift"
     """Several unique keys move at once: whether they clash on the way depends on the order of rows."""
 
@@ -207,8 +209,17 @@ def _update(random: Random, schema: Schema, table: Table) -> Statement:
         sql = f"update {table.name} set {assignments}{_one_row(table, random)}"
         return Statement(sql + _returning(random, table, old_new=True))
     sql = f"update {table.name} set {assignments}{_where(random, schema, table, table.name)}"
-    openness = Openness.KEY_SHIFT if moves else Openness.FIRST_FAILURE
+    openness = _openness(table, moves, assignments)
     return Statement(sql + _returning(random, table, old_new=True), openness)
+
+
+def _openness(table: Table, moves: bool, assignments: str) -> Openness:
+    """Of an UPDATE of several rows."""
+    if not moves:
+        return Openness.FIRST_FAILURE
+    own = {name for r in table.references if r.table == table.name for name in r.columns}
+    both = any(f"{name} = " in assignments for name in own)
+    return Openness.SELF_REFERENCE if both else Openness.KEY_SHIFT
 
 
 def _update_from(random: Random, schema: Schema, table: Table) -> Statement:
@@ -217,8 +228,7 @@ def _update_from(random: Random, schema: Schema, table: Table) -> Statement:
     assignments, moves = _assignments(random, schema, table, table.name)
     join = _join(random, table, table.name, source, "s")
     sql = f"update {table.name} set {assignments} from {source.name} s where {join}"
-    openness = Openness.KEY_SHIFT if moves else Openness.FIRST_FAILURE
-    return Statement(sql + _returning(random, table), openness)
+    return Statement(sql + _returning(random, table), _openness(table, moves, assignments))
 
 
 def _join(random: Random, table: Table, alias: str, other: Table, other_alias: str) -> str:
@@ -275,9 +285,10 @@ def _merge(random: Random, schema: Schema, table: Table) -> Statement:
         clauses.append(f"when {kind}{guard} then {action}")
     returning = random.choice(("", "", f" returning merge_action(), {table.name}.*"))
     sql = f"merge into {table.name} using {source.name} s on {join} {' '.join(clauses)}{returning}"
-    return Statement(
-        sql, Openness.KEY_SHIFT if moves or "not matched then" in sql else Openness.FIRST_FAILURE
-    )
+    writes = sum(word in sql for word in ("then delete", "then update", "then insert"))
+    if writes > 1 and any(reference.table == table.name for reference in table.references):
+        return Statement(sql, Openness.SELF_REFERENCE)
+    return Statement(sql, Openness.KEY_SHIFT if moves or "then insert" in sql else Openness.FIRST_FAILURE)
 
 
 def _merge_insert(random: Random, table: Table, source: Table) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import asyncpg
 
-from megamcp.state import schema as overlay
+from megamcp import state as overlay
 from tests.integration.overlay.differential_schema import CLOCK
 
 Dump = tuple[tuple[str, ...], tuple[tuple[str, int, bool], ...]]
@@ -46,19 +46,13 @@ def _failure(error: asyncpg.PostgresError) -> Outcome:
     return Outcome(sqlstate=error.sqlstate or "", broken=broken, message=str(error))
 
 
-async def execute(conn: asyncpg.Connection, sql: str, keep: bool = True) -> Outcome:
-    """Run one statement in a savepoint; undo it when it fails or `keep` is false."""
-    outcome = Outcome()
+async def execute(conn: asyncpg.Connection, sql: str) -> Outcome:
+    """Run one statement in a savepoint; undo it when it fails."""
     try:
         async with conn.transaction():
-            outcome = await _run(conn, sql)
-            if not keep:
-                raise Rejected
+            return await _run(conn, sql)
     except asyncpg.PostgresError as error:
         return _failure(error)
-    except Rejected:
-        pass
-    return outcome
 
 
 async def contents(conn: asyncpg.Connection, tables: Sequence[str]) -> dict[str, list[str]]:
@@ -77,7 +71,7 @@ class Plain:
         self.conn = conn
         self.tables = tuple(tables)
         self._prefix = prefix
-        self._ddl = ddl
+        self.ddl = ddl
         self._made = 0
         self._free: list[str] = []
         self._inserts: dict[str, tuple[str, str]] = {}
@@ -93,7 +87,7 @@ class Plain:
             await self.enter(name)
             await self.conn.execute(
                 f"create function {name}.now() returns timestamptz stable parallel safe "
-                f"return '{CLOCK}'::timestamptz; {self._ddl}"
+                f"return '{CLOCK}'::timestamptz; {self.ddl}"
             )
         return name
 
@@ -123,13 +117,13 @@ class Plain:
     async def set_sequences(self, name: str, states: Sequence[tuple[str, int, bool]]) -> None:
         for sequence, value, called in states:
             await self.conn.execute(
-                f"select setval('{name}.{sequence}', {value}, {'true' if called else 'false'})"
+                f"select pg_catalog.setval('{name}.{sequence}', {value}, {'true' if called else 'false'})"
             )
 
-    async def execute(self, name: str, sql: str, keep: bool = True) -> Outcome:
+    async def execute(self, name: str, sql: str) -> Outcome:
         before = await self.sequences(name)
-        outcome = await execute(self.conn, sql, keep)
-        if outcome.sqlstate or not keep:
+        outcome = await execute(self.conn, sql)
+        if outcome.sqlstate:
             await self.set_sequences(name, before)
         return outcome
 
@@ -139,7 +133,7 @@ class Plain:
         for table in self.tables:
             select, insert = await self._columns(name, table)
             rows = [
-                row[0] for row in await self.conn.fetch(f"select {select} from {name}.{table} order by 1")
+                row[0] for row in await self.conn.fetch(f"select {select} from {name}.{table}")
             ]
             if rows:
                 statements.append(f"{insert} values {', '.join(rows)}")

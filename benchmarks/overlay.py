@@ -1,0 +1,388 @@
+"""Copy-on-write state against plain tables: the same statement on the same rows of the same server, as
+ratios.
+
+    python -m benchmarks.overlay [--quick] [--dsn postgresql://superuser@/postgres]
+
+A store of customers, orders and items (1 M, 1.5 M and 2 M rows; `--quick`: 50,000 each) is loaded as a
+copy-on-write state and as plain tables with the same indexes. The tool's connection prepares every
+statement on the *empty* delta and keeps it; then 400,000 rows of other rollouts fill each delta, and one
+rollout's chain grows from 1 to 10 to 40 layers. A measurement runs statements on both sides in turn, and
+compares medians as seen by the client, inside one transaction that is bound already. Single-row writes are
+timed as statements of such a transaction.
+
+Left out: the round trip of binding (see benchmarks.fork and benchmarks.gateway), and concurrency.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+
+from benchmarks.report import Target, report, say
+from megamcp.state import schema
+
+CLOCK = datetime(2026, 1, 15, 9, tzinfo=UTC)
+FOREIGN_ROWS = 400_000
+FOREIGN_ROLLOUTS = 400
+OWN_ROWS_PER_LAYER = 25
+MANY_OWN_ROWS = 50_000
+DEPTHS = (1, 10, 40)
+
+DDL = """
+create table customers (
+  id int primary key, email text not null unique, city text not null, vip bool not null default false
+);
+create table orders (
+  id int primary key, customer int not null references customers, status text not null,
+  total bigint not null check (total >= 0), placed timestamptz not null default now()
+);
+create index orders_customer on orders (customer);
+create index orders_placed on orders (placed);
+create table items (
+  id int primary key, ord int not null references orders on delete cascade, sku int not null, quantity int
+  not null ); create index items_ord on items (ord); create index items_sku on items (sku);
+"""
+SEEDS = """
+insert into customers select n, 'c' || n || '@example.org', 'city ' || n % 500, n % 50 = 0
+  from generate_series(1, {customers}) n;
+insert into orders select n, 1 + n * 7919 % {customers}, (array['new', 'paid', 'sent', 'done'])[1 + n % 4],
+  n * 37 % 100000, timestamptz '2025-01-01' + n * interval '17 seconds' from generate_series(1, {orders}) n;
+insert into items select n, 1 + n * 6151::bigint % {orders}, n * 31 % 20000, 1 + n % 5
+  from generate_series(1, {items}) n;
+"""
+TABLES = ("customers", "orders", "items")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    customers: int
+    orders: int
+    items: int
+    rounds: int
+
+
+FULL = Size(1_000_000, 1_500_000, 2_000_000, 30)
+QUICK = Size(50_000, 50_000, 50_000, 15)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One statement: how often it runs in a batch, and its argument for run `n`."""
+
+    name: str
+    sql: str
+    target: float
+    repeat: int = 20
+    writes: bool = False
+
+
+READS = (
+    Measurement("point_read", "select * from orders where id = $1", 2),
+    Measurement("index_scan", "select id, total from orders where customer between $1 and $1 + 60", 2, 10),
+    Measurement(
+        "join_2",
+        "select o.id, c.email from orders o join customers c on c.id = o.customer"
+        " where o.id between $1 and $1 + 50",
+        2,
+        10,
+    ),
+    Measurement(
+        "join_3",
+        "select o.id, c.email, i.sku from orders o join customers c on c.id = o.customer"
+        " join items i on i.ord = o.id where o.id between $1 and $1 + 50",
+        2,
+        10,
+    ),
+    Measurement(
+        "exists",
+        "select count(*) from customers c where c.id between $1 and $1 + 100"
+        " and exists (select from orders o where o.customer = c.id and o.status = 'paid')",
+        3,
+        10,
+    ),
+    Measurement(
+        "order_by_limit", "select id, placed from orders where $1 > 0 order by placed desc limit 20", 5
+    ),
+    Measurement("max", "select max(placed) from orders where $1 > 0", 5),
+    Measurement(
+        "aggregate", "select status, count(*), sum(total) from orders where $1 > 0 group by status", 2, 1
+    ),
+)
+WRITES = (
+    Measurement(
+        "update_row", "update orders set status = 'sent', total = total + 1 where id = $1", 3, writes=True
+    ),
+    Measurement(
+        "insert_row",
+        "insert into items (id, ord, sku, quantity) values ($1 + 10000000, $1, 5, 1)",
+        3,
+        writes=True,
+    ),
+    Measurement("delete_row", "delete from items where id = $1", 3, writes=True),
+    Measurement(
+        "update_50000",
+        "update orders set total = total + 1 where id between $1 and $1 + 49999",
+        5,
+        1,
+        writes=True,
+    ),
+)
+FILLED = ("point_read_50000_own", "select * from orders where id = $1", 10)
+
+
+class Side:
+    """A connection with every statement prepared once, on whatever the tables held then."""
+
+    def __init__(self, conn: asyncpg.Connection, size: Size) -> None:
+        self.conn = conn
+        self._limit = min(size.customers, size.orders, size.items) - 200
+        self._statements: dict[str, Any] = {}
+        self._count = 0
+
+    async def prepare(self) -> None:
+        for measurement in (*READS, *WRITES):
+            self._statements[measurement.name] = await self.conn.prepare(measurement.sql)
+
+    async def batch(self, measurement: Measurement, round_: int) -> list[float]:
+        """Seconds of each run. Arguments are the same on both sides, and differ from run to run."""
+        statement = self._statements[measurement.name]
+        wide = measurement.name == "update_50000"
+        seconds = []
+        for run in range(measurement.repeat):
+            argument = 1 if wide else 1 + (round_ * 104_729 + run * 7_907) % self._limit
+            start = time.perf_counter()
+            await statement.fetch(argument)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+
+class Overlay(Side):
+    """The tool's connection. `bench.bind` stands in for the gateway's call_begin."""
+
+    chain: tuple[int, ...] = ()
+    head = 0
+
+    async def bind(self) -> None:
+        await self.conn.execute("select bench.bind($1, $2)", [*self.chain, self.head], self.head)
+
+
+async def _load(admin: asyncpg.Connection, size: Size) -> schema.SchemaState:
+    seeds = SEEDS.format(customers=size.customers, orders=size.orders, items=size.items)
+    say(f"loading {size.customers + size.orders + size.items:,} rows as copy-on-write state")
+    async with admin.transaction():
+        state = await schema.load(
+            admin, ddl=DDL, seeds=[seeds], clock=CLOCK, seed=1, tool_password="bench", query_password="bench"
+        )
+    say("loading the same rows as plain tables")
+    await admin.execute(
+        "drop schema if exists bench cascade; create schema bench; set search_path = bench, pg_catalog;"
+        f"create function now() returns timestamptz stable return '{CLOCK.isoformat()}'::timestamptz; {DDL}"
+    )
+    for statement in seeds.split(";\n")[:3]:
+        await admin.execute(statement)
+    role = f"megamcp_tool_{state.hash}"
+    await admin.execute(
+        f"""
+        create function bench.bind(chain bigint[], head bigint) returns void language sql volatile security
+        definer set search_path = pg_catalog, pg_temp as $$ select megamcp.bind(chain, head, 1,
+        '{CLOCK.isoformat()}', true) $$; grant usage on schema bench to {role}; grant select, insert,
+        update, delete on all tables in schema bench to {role}; reset search_path;
+        """
+    )
+    for table in TABLES:
+        await admin.execute(f"vacuum analyze bench.{table}")
+    for table in await _hidden(admin, state):
+        await admin.execute(f"vacuum analyze {table}")
+    return state
+
+
+async def _hidden(admin: asyncpg.Connection, state: schema.SchemaState) -> list[str]:
+    rows = await admin.fetch(
+        "select c.oid::regclass::text from pg_class c where relnamespace = $1::text::regnamespace"
+        " and relkind = 'r'",
+        f"s_{state.hash}",
+    )
+    return [row[0] for row in rows]
+
+
+async def _fill(admin: asyncpg.Connection, state: schema.SchemaState) -> None:
+    """Rows of other rollouts: changed copies of base rows, spread over many layers."""
+    say(f"filling each delta with {FOREIGN_ROWS:,} rows of {FOREIGN_ROLLOUTS} other rollouts")
+    first = await admin.fetchval(
+        "select min(n) from (select nextval('megamcp.layer_seq') n from generate_series(1, $1)) x",
+        FOREIGN_ROLLOUTS,
+    )
+    for table in TABLES:
+        names = await admin.fetchval(
+            "select string_agg(quote_ident(attname), ', ' order by attnum) from pg_attribute"
+            " where attrelid = $1::text::regclass and attnum > 0",
+            f"bench.{table}",
+        )
+        count = await admin.fetchval(f"select count(*) from bench.{table}")
+        copies = -(-FOREIGN_ROWS // count)
+        await admin.execute(
+            f"insert into s_{state.hash}.{table} ({names}, {schema.LAYER})"
+            f" select {names}, {first} + (id + copy * 7) % {FOREIGN_ROLLOUTS} from bench.{table},"
+            f" generate_series(1, {copies}) copy where id <= {FOREIGN_ROWS // copies}"
+        )
+    for table in await _hidden(admin, state):
+        await admin.execute(f"vacuum analyze {table}")
+
+
+async def _layer(admin: asyncpg.Connection) -> int:
+    number: int = await admin.fetchval("select nextval('megamcp.layer_seq')")
+    return number
+
+
+async def _deepen(admin: asyncpg.Connection, overlay: Overlay, depth: int) -> None:
+    """Grow the rollout's chain; every layer changes some rows of each table."""
+    while len(overlay.chain) < depth:
+        overlay.head = await _layer(admin)
+        first = len(overlay.chain) * OWN_ROWS_PER_LAYER * 3
+        async with overlay.conn.transaction():
+            await overlay.bind()
+            for table, change in (
+                ("customers", "vip = not vip"),
+                ("orders", "total = total + 1"),
+                ("items", "quantity = 9"),
+            ):
+                last = first + OWN_ROWS_PER_LAYER
+                await overlay.conn.execute(f"update {table} set {change} where id between {first} and {last}")
+        overlay.chain = (*overlay.chain, overlay.head)
+    overlay.head = await _layer(admin)
+
+
+async def _measure(plain: Side, overlay: Overlay, measurement: Measurement, rounds: int) -> float:
+    """Ratio of medians. A round runs a batch on each side, the order changing from round to round."""
+    seconds: dict[Side, list[float]] = {plain: [], overlay: []}
+    for round_ in range(rounds):
+        for side in (plain, overlay) if round_ % 2 else (overlay, plain):
+            transaction = side.conn.transaction()
+            await transaction.start()
+            try:
+                if isinstance(side, Overlay):
+                    await side.bind()
+                batch = await side.batch(measurement, round_)
+            finally:
+                await transaction.rollback()
+            if round_:  # the first one warms caches and plans
+                seconds[side].extend(batch)
+    medians = [statistics.median(seconds[side]) for side in (plain, overlay)]
+    ratio = medians[1] / medians[0]
+    say(f"  {measurement.name:<16} {medians[0] * 1e3:9.3f} ms {medians[1] * 1e3:9.3f} ms  {ratio:6.2f}")
+    return ratio
+
+
+def _rounds(measurement: Measurement, size: Size) -> int:
+    return {"aggregate": 7, "update_50000": 4}.get(measurement.name, size.rounds)
+
+
+async def _vacuum(admin: asyncpg.Connection, state: schema.SchemaState) -> None:
+    for table in (*(f"bench.{table}" for table in TABLES), *await _hidden(admin, state)):
+        await admin.execute(f"vacuum {table}")
+
+
+async def run(dsn: str, size: Size) -> tuple[dict[str, float], list[Target]]:
+    """All figures. The database of `dsn` must be migrated; it is left with the loaded state in it."""
+    admin = await asyncpg.connect(dsn)
+    state = await _load(admin, size)
+    role = f"megamcp_tool_{state.hash}"
+    async with contextlib.AsyncExitStack() as stack:
+        plain = Side(await _connect(stack, dsn, role, "bench"), size)
+        overlay = Overlay(await _connect(stack, dsn, role, f"v_{state.hash}"), size)
+        overlay.head = await _layer(admin)
+        await plain.prepare()
+        await overlay.prepare()
+        figures: dict[str, float] = {}
+        targets: list[Target] = []
+        say("warming prepared statements on the empty delta")
+        for measurement in READS:
+            await _measure(plain, overlay, measurement, 3)
+        await _fill(admin, state)
+        for depth in DEPTHS:
+            await _deepen(admin, overlay, depth)
+            say(f"chain depth {depth}")
+            for measurement in (*READS, *WRITES):
+                name = f"{measurement.name}_depth_{depth}"
+                figures[name] = await _measure(plain, overlay, measurement, _rounds(measurement, size))
+                targets.append(Target(name, "<=", measurement.target))
+                if measurement.name == "update_50000":
+                    await _vacuum(admin, state)
+        say(f"a rollout with {MANY_OWN_ROWS:,} own rows")
+        async with overlay.conn.transaction():
+            await overlay.bind()
+            await overlay.conn.execute(f"update orders set total = total + 1 where id <= {MANY_OWN_ROWS}")
+        figures[FILLED[0]] = await _measure(plain, overlay, READS[0], size.rounds)
+        targets.append(Target(FILLED[0], "<=", FILLED[2]))
+    await admin.close()
+    return figures, targets
+
+
+async def _connect(
+    stack: contextlib.AsyncExitStack, dsn: str, role: str, search_path: str
+) -> asyncpg.Connection:
+    conn = await asyncpg.connect(
+        dsn, user=role, password="bench", server_settings={"search_path": f"{search_path}, pg_catalog"}
+    )
+    stack.push_async_callback(conn.close)
+    return conn
+
+
+@contextlib.asynccontextmanager
+async def _database(dsn: str | None) -> AsyncIterator[str]:
+    """A migrated database: in the server of `dsn` (dropped afterwards), or in an embedded one."""
+    from sqlalchemy.engine import make_url
+
+    from megamcp.migrate import migrate
+    from megamcp.postgres import EmbeddedPostgres
+
+    async with contextlib.AsyncExitStack() as stack:
+        if dsn is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm-bench-"))
+            os.chmod(folder, 0o755)
+            dsn = (await stack.enter_async_context(EmbeddedPostgres(Path(folder, "pg")))).dsn
+        admin = await asyncpg.connect(dsn)
+        stack.push_async_callback(admin.close)
+        name = "mm_bench_overlay"
+        await admin.execute(f"drop database if exists {name} with (force)")
+        await admin.execute(f"create database {name} template template0")
+        stack.push_async_callback(admin.execute, f"drop database if exists {name} with (force)")
+        own = make_url(dsn).set(database=name).render_as_string(hide_password=False)
+        await migrate(own)
+        yield own
+
+
+async def _main(arguments: argparse.Namespace) -> None:
+    started = time.monotonic()
+    size = QUICK if arguments.quick else FULL
+    async with _database(arguments.dsn) as dsn:
+        admin = await asyncpg.connect(dsn)
+        version = await admin.fetchval("show server_version")
+        await admin.close()
+        figures, targets = await run(dsn, size)
+    say(f"took {time.monotonic() - started:.0f} s")
+    rows = size.customers + size.orders + size.items
+    report("overlay", figures, targets, postgresql=version, base_rows=rows, foreign_rows=3 * FOREIGN_ROWS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlay", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="50,000 rows a table instead of millions")
+    parser.add_argument("--dsn", help="a superuser of a PostgreSQL 18 to use instead of the embedded one")
+    asyncio.run(_main(parser.parse_args(argv)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
