@@ -32,6 +32,7 @@ class Handle:
     rollout: str
     server: str
     tool: str
+    arguments: bytes
     writable: bool
     key: str | None
     deadline: float
@@ -111,7 +112,7 @@ class FakeControl:
         deadline: float,
     ) -> str:
         handle = f"fake.{next(self._numbers)}.{rollout.id}"
-        self.handles[handle] = Handle(rollout.id, server, tool, writable, idempotency_key, deadline)
+        self.handles[handle] = Handle(rollout.id, server, tool, arguments, writable, idempotency_key, deadline)
         return handle
 
     async def end_call(

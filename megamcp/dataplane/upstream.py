@@ -10,6 +10,7 @@ can't have run.
 import asyncio
 import binascii
 import contextlib
+import io
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -39,6 +40,7 @@ CAPABILITIES_KEY = "io.modelcontextprotocol/clientCapabilities"
 _CLIENT = {"name": "megamcp", "version": __version__}
 _OWN_META = wire.encode({PROTOCOL_KEY: MODERN, CLIENT_KEY: _CLIENT, CAPABILITIES_KEY: {}})[1:-1]
 _RESUME_ATTEMPTS = 3
+_WRITE_AT_ONCE = 1 << 20
 
 Progress = Callable[[bytes], Awaitable[None]]
 """Gets whole `notifications/progress` messages, with the client's own token."""
@@ -311,7 +313,9 @@ class Upstream:
     ) -> wire.Reply:
         response: aiohttp.ClientResponse | None = None
         try:
-            response = await self._http.post(self._url, data=body, headers=headers, allow_redirects=False)
+            # aiohttp writes large bytes at once, and warns about it; a file object it writes piece by piece.
+            data = body if len(body) < _WRITE_AT_ONCE else io.BytesIO(body)
+            response = await self._http.post(self._url, data=data, headers=headers, allow_redirects=False)
             if session_id is not None:
                 session_id.append(response.headers.get("Mcp-Session-Id"))
             kind = response.headers.get("Content-Type", "")

@@ -73,7 +73,7 @@ async def broken() -> str:
 @server.tool()
 async def block(seconds: float) -> str:
     """Blocks the whole process."""
-    print("blocking now", flush=True)
+    sys.stderr.write("blocking now\n")
     time.sleep(seconds)  # noqa: ASYNC251
     return "awake"
 
@@ -83,7 +83,7 @@ async def crash(path: str) -> str:
     """Ends the process, unless the file at path exists already."""
     if os.path.exists(path):  # noqa: ASYNC240
         return "survived"
-    open(path, "w").close()  # noqa: ASYNC230, SIM115
+    open(path, "w").close()  # noqa: ASYNC230
     os._exit(3)
 
 
