@@ -13,6 +13,7 @@ Only a BEGIN is sent twice; whatever may have run is left to the gateway's retry
 idempotency key.
 """
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -111,12 +112,33 @@ async def _attempt(database: Database, call: Call, body: Body) -> Outcome:
 
 
 async def _run(lease: Lease, call: Call, body: Body) -> Outcome:
+    """The body, for as long as its connection lives: a tool that waits for something else must not outlive it."""
+    task = asyncio.current_task()
+    assert task is not None
+    lost = False
+
+    def on_lost(_connection: Any) -> None:
+        nonlocal lost
+        lost = True
+        task.cancel()
+
     fetch = _fetcher(lease.guard)
+    lease.driver.add_termination_listener(on_lost)
     try:
         now = await fetch("select now()") if call.reads_clock else None
-    except Exception as error:  # belongs to the call, as if the tool had asked
+        outcome = await body(lease, Clock(now, fetch), Random(fetch))
+    except asyncio.CancelledError:
+        if lost and task.uncancel() == 0:
+            return _disconnected()
+        raise
+    except Exception as error:  # only the clock's: it counts as if the tool had asked
         return from_exception(error)[0]
-    return await body(lease, Clock(now, fetch), Random(fetch))
+    finally:
+        lease.driver.remove_termination_listener(on_lost)
+    if lost:  # and the tool swallowed its cancellation
+        task.uncancel()
+        return _disconnected()
+    return outcome
 
 
 async def _begin(lease: Lease, transaction: Any, call: Call) -> Any:

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from megamcp.sdk.endpoint import ToolApp
 from tests.integration.sdk.counter_database import CounterDatabase, counter_database
-from tests.integration.sdk.counter_server import kept, server
+from tests.integration.sdk.counter_server import cancelled, kept, server
 
 META = {
     "io.modelcontextprotocol/protocolVersion": "2026-07-28",
@@ -76,6 +76,7 @@ async def counters_once(postgres_dsn: str) -> AsyncIterator[CounterDatabase]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def counters(counters_once: CounterDatabase) -> CounterDatabase:
     kept.clear()
+    cancelled.clear()
     await counters_once.admin.execute(
         "update v_test.counter set value = case name when 'a' then 1 else 10 end;"
         " update v_test.hidden set draws = 0, clock = '2026-01-15T09:00:00Z'"

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from megamcp.handles import Mode
 from tests.integration.sdk.conftest import Client
 from tests.integration.sdk.counter_database import CounterDatabase
-from tests.integration.sdk.counter_server import kept
+from tests.integration.sdk.counter_server import cancelled, kept
 
 
 async def test_a_write_is_recorded_with_its_effect_and_its_exact_bytes(
@@ -230,6 +230,21 @@ async def test_a_killed_backend_loses_nothing_and_the_retry_runs(
     assert await counters.value() == 1
     retry = await client.call("add", {"name": "a"}, handle=counters.handle(rollout, key="k"))
     assert retry.result["structuredContent"]["value"] == 2
+
+
+async def test_a_tool_that_waits_for_something_else_ends_with_its_backend(
+    client: Client, counters: CounterDatabase, rollout: str
+) -> None:
+    call = asyncio.create_task(client.call("wait", {"seconds": 30}, handle=counters.handle(rollout)))
+    await asyncio.sleep(0.2)
+    await counters.admin.execute(
+        "select pg_terminate_backend(pid) from pg_stat_activity"
+        " where state = 'idle in transaction' and datname = current_database()"
+    )
+    async with asyncio.timeout(3):
+        reply = await call
+    assert (reply.code, cancelled) == ("database_unavailable", ["wait"])
+    assert await counters.value() == 1
 
 
 async def test_connections_that_died_while_idle_are_replaced(
