@@ -61,7 +61,9 @@ class Chaos:
         order, customer = await self.some_order(tool)
         chance = self.chance
         sku = await self.pick(
-            "select v.sku from order_items i join variants v on v.id = i.variant_id where i.order_id = :o", o=order
+            "select v.sku from order_items i join variants v on v.id = i.variant_id"
+            " where i.order_id = :o order by i.id",
+            o=order,
         )
         sibling = await self.pick(
             "select b.sku from variants a join variants b using (product_id) where a.sku = :sku order by 1", sku=sku
