@@ -58,7 +58,7 @@ class Instance:
         self._connection: asyncpg.Connection | None = None
         self._held = asyncio.Event()
         self.owner = 0
-        self.on_cancel: Callable[[str, str, str], None] | None = None
+        self.on_cancel: Callable[[str, str, str], object] | None = None
 
     async def ready(self) -> None:
         """Returns once the mark is there."""

@@ -48,6 +48,7 @@ class Reaper:
         done = {"rollouts": await self._end_rollouts()}
         steps: dict[str, tuple[str, tuple[object, ...]]] = {
             "intents": (sql.LOSE_INTENTS, ()),
+            "ended calls": (sql.FORGET_ENDED, ()),
             "leases": (sql.RELEASE_EXPIRED_CHECKPOINTS, (BATCH,)),
             "checkpoints": (sql.COLLECT_CHECKPOINTS, (BATCH,)),
             "journals": (sql.DROP_JOURNALS, (timedelta(days=self._settings.journal_days), BATCH)),

@@ -34,6 +34,10 @@ HEAD = "head"
 _END_TRIES = 20
 
 
+Locked = tuple[asyncpg.Connection, asyncpg.Record]
+"""A connection in a transaction that holds a rollout's lock, and the rollout."""
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """A place in a rollout's history that can be read: `base`, `head` or a checkpoint."""
@@ -183,7 +187,10 @@ class Rollouts:
     ) -> asyncpg.Record:
         """Freeze the head. Waits for running calls up to `quiesce_timeout_s`, then ends them."""
         lease = self._lease(ttl_s, self._settings.checkpoint_ttl_s)
-        async with self._alone(rollout, self._settings.quiesce_timeout_s) as (connection, row):
+        async with self._alone(rollout, self._settings.quiesce_timeout_s, "a checkpoint could not wait longer") as (
+            connection,
+            row,
+        ):
             environment = await self._environments.by_id(row["environment"])
             chain, head = list(row["chain"]), row["layer"]
             sums, written = dict(row["sums"]), False
@@ -209,7 +216,8 @@ class Rollouts:
     async def roll_back(self, rollout: str, checkpoint: str) -> asyncpg.Record:
         """Move the head to a checkpoint of its own line. Calls still in flight end in an error."""
         target = await self.checkpoint(checkpoint)
-        async with self._alone(rollout, self._settings.rollback_grace_s) as (connection, row):
+        grace, reason = self._settings.rollback_grace_s, "the rollout was rolled back"
+        async with self._alone(rollout, grace, reason) as (connection, row):
             if target["rollout"] != rollout and target["id"] != row["parent_checkpoint"]:
                 raise Conflict(
                     f"Checkpoint {checkpoint} belongs to rollout {target['rollout']}.",
@@ -223,7 +231,10 @@ class Rollouts:
     async def close(self, rollout: str, status: str = "closed") -> bool:
         """Release a rollout; True if it was open. Releasing twice, or one that isn't there, is no error."""
         try:
-            async with self._alone(rollout, self._settings.rollback_grace_s) as (connection, _):
+            async with self._alone(rollout, self._settings.rollback_grace_s, "the rollout was released") as (
+                connection,
+                _,
+            ):
                 ended = bool(await connection.fetchval(sql.END_ROLLOUT, rollout, status))
         except (NotFound, Gone):
             return False
@@ -248,7 +259,9 @@ class Rollouts:
         return seq
 
     @asynccontextmanager
-    async def _alone(self, rollout: str, patience_s: float) -> AsyncIterator[tuple[asyncpg.Connection, asyncpg.Record]]:
+    async def _alone(
+        self, rollout: str, patience_s: float, reason: str
+    ) -> AsyncIterator[tuple[asyncpg.Connection, asyncpg.Record]]:
         """The open rollout, locked against calls and other moves until the transaction ends."""
         for attempt in range(_END_TRIES):
             wait = max(patience_s, 0.001) if attempt == 0 else 0.05
@@ -260,7 +273,7 @@ class Rollouts:
                     await connection.execute("select pg_advisory_xact_lock(megamcp.lock_key($1))", rollout)
                 except asyncpg.LockNotAvailableError:
                     await transaction.rollback()
-                    ended = await self._end_calls(connection, rollout)
+                    ended = await self._end_calls(connection, rollout, reason)
                     log.info("ended %d calls of %s that were in the way", ended, rollout)
                     continue
                 except BaseException:
@@ -282,11 +295,15 @@ class Rollouts:
             f"Rollout {rollout} could not be brought to rest.", code="rollout_busy", hint="Try again."
         )
 
-    async def _end_calls(self, connection: asyncpg.Connection, rollout: str) -> int:
+    async def _end_calls(self, connection: asyncpg.Connection, rollout: str, reason: str) -> int:
         key = await connection.fetchval("select megamcp.lock_key($1)", rollout)
-        ended: int = await connection.fetchval(sql.END_HOLDERS, key)
+        holders = await connection.fetch(sql.HOLDERS, key)
+        calls = [row["name"].removeprefix("call ") for row in holders if row["name"].startswith("call ")]
+        # Told first, so that whoever asks what became of the call learns why.
+        await connection.execute(sql.TELL_ENDED, calls, f"The call was ended: {reason}. Nothing of it was kept.")
+        await connection.execute(sql.END_BACKENDS, [row["pid"] for row in holders])
         await asyncio.sleep(0.005)
-        return ended
+        return len(holders)
 
     # -- checkpoints' leases ------------------------------------------------------------------------------------
 

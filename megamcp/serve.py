@@ -92,7 +92,8 @@ def configure_logging(level: str) -> None:
         stream=sys.stderr,
         force=True,
     )
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    for name in ("alembic", "uvicorn"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def _config(settings: Settings, listener: socket.socket) -> uvicorn.Config:

@@ -184,13 +184,19 @@ SCORE = """with next as (
 )
 insert into megamcp.events (rollout, seq, kind, data) select id, seq, 'score', $2::jsonb from next returning seq"""
 
-# Ends the backends of tool servers and evaluators that hold a rollout's lock.
-END_HOLDERS = """select count(pg_terminate_backend(l.pid))
-    from pg_locks l join pg_stat_activity a on a.pid = l.pid
+# Backends of tool servers and evaluators that hold a rollout's lock; what they run is in their name.
+HOLDERS = """select l.pid, a.application_name as name from pg_locks l join pg_stat_activity a on a.pid = l.pid
     where l.locktype = 'advisory' and l.granted and l.objsubid = 1
       and l.database = (select oid from pg_database where datname = current_database())
       and l.classid::bigint = (($1::bigint >> 32) & 4294967295) and l.objid::bigint = ($1::bigint & 4294967295)
       and a.usename <> current_user"""
+
+# What the agent of a call that is about to be ended will be told.
+TELL_ENDED = """insert into megamcp.ended_calls (nonce, reason) select x, $2 from unnest($1::uuid[]) as x
+    on conflict do nothing"""
+FORGET_ENDED = "delete from megamcp.ended_calls where at < clock_timestamp() - interval '1 hour'"
+
+END_BACKENDS = "select count(pg_terminate_backend(x)) from unnest($1::integer[]) as x"
 
 # Ends the backend of one call, whether it runs or still waits for the rollout.
 END_CALL = """select count(pg_terminate_backend(a.pid)) from pg_stat_activity a

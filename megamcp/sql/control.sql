@@ -208,9 +208,9 @@ begin
          where r.id = h.rollout and r.epoch = h.epoch and r.status = 'open'
         returning r.seq into number;
         if number is not null then
-            insert into megamcp.events (rollout, seq, kind, server, tool, arguments, state, nonce, idempotency_key,
+            insert into megamcp.events (rollout, seq, kind, at, server, tool, arguments, state, nonce, idempotency_key,
                                         fingerprint, checkpoint, epoch, exact, result, result_blob, is_error, ended_at)
-            select h.rollout, number, 'call', h.server, tool, arguments, 'done', h.nonce, h.key,
+            select h.rollout, number, 'call', transaction_timestamp(), h.server, tool, arguments, 'done', h.nonce, h.key,
                    h.fingerprint, r.checkpoint, r.epoch, true, kept.result, kept.blob, failed, clock_timestamp()
               from megamcp.rollouts r where r.id = h.rollout;
         end if;
@@ -234,18 +234,21 @@ begin
     r := megamcp.enter(h, false, interval '30 seconds');
     select x.* into e from megamcp.events x where x.nonce = h.nonce;
     if found then
-        recorded := e.state = 'done';
+        recorded := true;
         result := megamcp.event_result(e);
         is_error := e.is_error;
         return;
     end if;
-    recorded := false;
+    select true, jsonb_build_object('isError', true, 'content', jsonb_build_array(
+               jsonb_build_object('type', 'text', 'text', x.reason)))::text
+      into recorded, result from megamcp.ended_calls x where x.nonce = h.nonce;
+    recorded := coalesce(recorded, false);
+    result := coalesce(result, error_result);
     is_error := true;
-    result := error_result;
     if r.status <> 'open' then
         return;
     end if;
-    kept := megamcp.keep_result(error_result);
+    kept := megamcp.keep_result(result);
     -- The key is not kept: nothing was done, so a retry may do it.
     insert into megamcp.events (rollout, seq, kind, server, tool, arguments, state, nonce, fingerprint,
                                 checkpoint, epoch, exact, result, result_blob, is_error, ended_at)

@@ -127,6 +127,13 @@ create index on megamcp.events (rollout, idempotency_key) where idempotency_key 
 create index on megamcp.events (owner) where kind = 'call' and not exact and state = 'running';
 create index on megamcp.events (at);
 
+-- Calls that an operation on their rollout had to end: what their agents are told.
+create table megamcp.ended_calls (
+    nonce uuid primary key,
+    reason text not null,
+    at timestamptz not null default clock_timestamp()
+);
+
 create table megamcp.dead_layers (
     layer bigint primary key,
     environment integer not null references megamcp.environments on delete cascade,
