@@ -4,6 +4,7 @@ Only data; `generate_seed.py` draws from it. Changing a list changes the seed, s
 written anew.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # fmt: off
@@ -108,7 +109,7 @@ def _shelf(
     code: str,
     nouns: str,
     dollars: tuple[int, int],
-    axes: dict[str, Options],
+    axes: Mapping[str, Options],
     pitch: str,
     dearer: str | None = None,
 ) -> Category:
