@@ -1,0 +1,1 @@
+"""What the gateway is measured with and against: two small tool servers, and other gateways in environments of their own."""
