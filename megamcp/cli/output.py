@@ -56,9 +56,9 @@ class Output:
             self.print(shown() if callable(shown) else shown)
 
     def print(self, shown: RenderableType, **how: Any) -> None:
-        """For people."""
+        """For people. Plain text is left to the terminal to break, tables are made to fit."""
         self.quiet()
-        self.console.print(shown, **how)
+        self.console.print(shown, soft_wrap=isinstance(shown, Text), **how)
 
     def json(self, document: Any, *, indent: int | None = 2) -> None:
         """A document (models are fine anywhere in it) on stdout."""
@@ -98,7 +98,7 @@ class Output:
             ]
             say(Text(f"  • {one_line(' — '.join(parts))}", style="red"))
         if error.hint:
-            say(Text.assemble(("hint: ", "bold"), one_line(error.hint)))
+            say(Text.assemble(("hint: ", "bold"), error.hint))
 
 
 def one_line(text: str) -> str:

@@ -252,13 +252,18 @@ async def digest(
     out: Output,
     rollout: RolloutId,
     at: Annotated[str, typer.Option("--at", help=Point)] = "head",
+    counters: Annotated[bool, typer.Option("--counters", help="Sequences, clock and random position too.")] = False,
 ) -> None:
     """Show the digest of the state at a point: equal states have equal digests."""
     found = await (await client.rollout(rollout)).digest(at)
-    counters = {
-        f"{server} {name}": number for server, known in found.counters.items() for name, number in known.items()
-    }
-    out.answer(found, lambda: show.facts(digest=found.digest, **found.servers, **counters))
+    shown = {f"server {server}": part for server, part in found.servers.items()}
+    if counters:
+        shown |= {
+            f"{server} {name}": str(number)
+            for server, known in found.counters.items()
+            for name, number in known.items()
+        }
+    out.answer(found, lambda: show.facts(digest=found.digest, **shown))
 
 
 @app.command()
@@ -298,4 +303,4 @@ async def query(
 ) -> None:
     """Read a rollout's state with SQL."""
     found = await (await client.rollout(rollout)).query(sql, server=server, at=at)
-    out.answer(found, lambda: show.query(found))
+    out.answer(found, lambda: show.query(found, out.console.width))

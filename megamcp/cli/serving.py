@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from megamcp.cli.output import FAILED, Json, Output, failing_clearly
+from megamcp.cli.output import Json, Output, failing_clearly
 from megamcp.errors import Unprocessable
 
 if TYPE_CHECKING:
@@ -158,5 +158,4 @@ def demo(
     with failing_clearly(out):
         from megamcp.demo import run
 
-        if not run(out, data_dir=data_dir, url=url):
-            raise typer.Exit(FAILED)
+        run(out, data_dir=data_dir, url=url)

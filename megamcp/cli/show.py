@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +30,20 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
     return made
 
 
-def facts(**values: Any) -> Table:
-    """Names and values, one a line. None is left out."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in values.items():
-        if value is not None:
-            grid.add_row(name.replace("_", " "), value if isinstance(value, Text) else str(value))
-    return grid
+def facts(**values: Any) -> Text:
+    """Names and values, one a line; `_` in a name is shown as a space."""
+    return listing({name.replace("_", " "): value for name, value in values.items()})
+
+
+def listing(values: Mapping[str, Any]) -> Text:
+    """Names and values, one a line. None is left out; nothing is broken, so that it can be copied."""
+    kept = {name: value for name, value in values.items() if value is not None}
+    width = max(map(len, kept), default=0)
+    lines = (
+        Text.assemble((name.ljust(width + 2), "dim"), value if isinstance(value, Text) else str(value))
+        for name, value in kept.items()
+    )
+    return Text("\n").join(lines)
 
 
 def left(until: datetime) -> str:
@@ -72,17 +77,18 @@ def environments(found: Iterable[t.Environment]) -> RenderableType:
 
 def environment(found: t.Environment) -> RenderableType:
     """One environment."""
-    head = facts(
+    servers = {
+        f"server {server.name}": f"state: {server.kind}"
+        + (f", tables: {', '.join(server.tables)}" if server.tables else "")
+        for server in found.servers
+    }
+    return facts(
         environment=f"{found.name}@{found.hash}",
         clock=found.clock.isoformat(),
         seed=found.seed,
-        loaded=found.loaded_at.isoformat(),
+        loaded=found.loaded_at.isoformat(timespec="seconds"),
+        **servers,
     )
-    servers = [
-        facts(**{f"server {server.name}": f"state: {server.kind}", "tables": ", ".join(server.tables) or None})
-        for server in found.servers
-    ]
-    return Group(head, *servers)
 
 
 def rollouts(found: Iterable[t.Rollout]) -> RenderableType:
@@ -96,10 +102,10 @@ def rollouts(found: Iterable[t.Rollout]) -> RenderableType:
     return shown if shown.row_count else Text("No rollouts. Open one: megamcp rollout open ENVIRONMENT", style="dim")
 
 
-def new_rollouts(made: Sequence[t.Rollout]) -> RenderableType:
+def new_rollouts(made: Sequence[t.Rollout]) -> Text:
     """Rollouts that were just made: what one needs to go on is the URL."""
-    lines = [Text.assemble(("● ", "green"), rollout.id, "\n  ", (rollout.url, "cyan")) for rollout in made]
-    return Group(*(Text(line.plain, spans=line.spans, no_wrap=True, overflow="ignore") for line in lines))
+    lines = (Text.assemble(("● ", "green"), rollout.id, "\n  ", (rollout.url, "cyan")) for rollout in made)
+    return Text("\n").join(lines)
 
 
 def rollout(found: t.Rollout) -> RenderableType:
@@ -167,9 +173,9 @@ def tools(found: Iterable[t.Tool]) -> RenderableType:
         schema = extra.get("inputSchema") or {}
         required = set(schema.get("required") or ())
         names = [f"{name}*" if name in required else name for name in schema.get("properties") or {}]
-        first_line = str(extra.get("description") or "").strip().partition("\n")[0]
+        sentence = str(extra.get("description") or "").strip().partition("\n")[0].partition(". ")[0]
         reads = bool((extra.get("annotations") or {}).get("readOnlyHint"))
-        shown.add_row(Text(tool.name, style="" if reads else "bold"), Text(" ".join(names), style="dim"), first_line)
+        shown.add_row(Text(tool.name, style="" if reads else "bold"), Text(" ".join(names), style="dim"), sentence)
     return shown
 
 
@@ -189,16 +195,27 @@ def event_detail(event: t.Event) -> Text:
             mark = ("… " if event.state == "running" else "? ", "yellow")
         took = f"  {event.duration_ms:.0f} ms" if event.duration_ms is not None else ""
         return Text.assemble(mark, event.tool or "", (f" {value(event.arguments or {})}", "dim"), (took, "dim"))
-    return Text(" ".join(f"{name}={value(v)}" for name, v in (event.data or {}).items()), style="dim")
+    data = dict(event.data or {})
+    if isinstance(data.get("digest"), str):
+        data["digest"] = short(data["digest"])
+    first = data.pop("checkpoint", "")
+    rest = " ".join(f"{name}={value(v)}" for name, v in data.items() if v not in (None, "", {}))
+    return Text.assemble(str(first), " " if first and rest else "", (rest, "dim"))
 
 
-def query(found: t.QueryResult) -> RenderableType:
-    """Rows of a query."""
+def query(found: t.QueryResult, width: int) -> RenderableType:
+    """Rows of a query: a table where it fits, else one value a line."""
+    cells = [[value(cell) for cell in row] for row in found.rows]
+    natural = sum(max(len(name), *(len(row[i]) for row in cells), 0) + 3 for i, name in enumerate(found.columns))
+    count = f"{len(cells)} row{'' if len(cells) == 1 else 's'}{' and more' if found.truncated else ''}"
+    note = Text(count, style="dim")
+    if natural > width and len(found.columns) > 1:
+        records = (listing(dict(zip(found.columns, row, strict=True))) for row in cells)
+        return Text("\n\n").join([*records, note])
     shown = table(*found.columns)
-    for row in found.rows:
-        shown.add_row(*(Text(value(cell)) for cell in row))
-    count = f"{len(found.rows)} row{'' if len(found.rows) == 1 else 's'}{' and more' if found.truncated else ''}"
-    return Group(shown, Text(count, style="dim"))
+    for row in cells:
+        shown.add_row(*map(Text, row))
+    return Group(shown, note)
 
 
 def diff(found: t.Diff, *, limit: int = SHOWN_ROWS) -> RenderableType:

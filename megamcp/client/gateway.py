@@ -136,7 +136,7 @@ class Client:
         self,
         *,
         group: str | None = None,
-        status: t.RolloutStatus | None = None,
+        status: t.RolloutStatus | str | None = None,
         environment: str | None = None,
     ) -> AsyncIterator[Rollout]:
         """All rollouts that match, oldest first, fetched page by page."""

@@ -207,10 +207,11 @@ def problem(response: httpx.Response) -> e.MegaMCPError:
     except ValueError:
         document = None
     if not isinstance(document, dict) or "code" not in document:
+        ours = response.status_code >= 500
         document = {
-            "detail": f"HTTP {response.status_code} {response.reason_phrase} from {response.request.url}".rstrip(),
+            "detail": f"HTTP {response.status_code} {response.reason_phrase} from {response.request.url}",
             "code": "http_error",
-            "hint": "Is this the URL of a MegaMCP gateway?",
+            "hint": "The gateway's log says more." if ours else "Is this the URL of a MegaMCP gateway?",
         }
     code, status = str(document["code"]), response.status_code
     cls = _BY_CODE.get(code) or _BY_STATUS.get(status, e.MegaMCPError)
