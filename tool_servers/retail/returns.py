@@ -195,8 +195,7 @@ async def issue_refund(
     """Pay out a return that the warehouse has received (status received). Can't be undone.
 
     The amount is fixed: the value of the items minus the label fee, at most what is still paid on the order.
-    Other amounts are
-    goodwill: issue_goodwill_credit.
+    Other amounts are goodwill: issue_goodwill_credit.
 
     Args:
         customer_id: The verified customer who owns the order, for example C1001.
