@@ -22,7 +22,7 @@ from typing import Any
 
 from megamcp.dataplane import mirrored, wire
 from megamcp.dataplane.gate import Gates
-from megamcp.dataplane.links import Environments, Link, Route
+from megamcp.dataplane.links import Environment, Environments, Link, Route
 from megamcp.dataplane.ports import ControlPort, Intent, Limits, RolloutView
 from megamcp.dataplane.upstream import Progress, ToolCall, UpstreamLost, header_value
 from megamcp.errors import BadRequest, DeadlineExceeded, MegaMCPError, NoCapacity, UpstreamError
@@ -84,30 +84,32 @@ class Calls:
         view = await self._control.environment(rollout.environment_id)
         environment = self._environments.of(view)
         started = asyncio.get_running_loop().time()
-        deadline = started + self._limits.call_timeout_s
-        writes: bool | None = None
-        try:
-            async with asyncio.timeout_at(deadline) as scope:
-                route = await environment.route(request.call.name)
-                if (own := route.link.server.call_timeout_s) is not None:
-                    deadline = started + own
-                    scope.reschedule(deadline)
-                # A server without state of ours has nothing that its callers could harm in parallel.
-                wanted = route.link.server.exactly_once and not route.tool.read_only
-                await self._gates.enter(rollout.id, writes=wanted)
-                writes = wanted
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"The call of {request.call.name!r} did not get its turn before its deadline; it was not run."
-            ) from None
+        route = environment.known_route(request.call.name)
+        if route is None or not self._gates.enter_now(rollout.id, writes=_writes(route)):
+            route = await self._turn(rollout, environment, request.call.name, started)
+        own = route.link.server.call_timeout_s
+        deadline = started + (self._limits.call_timeout_s if own is None else own)
         try:
             call = _addressed(request, route)
             if route.link.server.exactly_once:
                 return await self._exactly_once(rollout, route, call, request, deadline, progress)
             return await self._at_most_once(rollout, route, call, request, deadline, progress)
         finally:
-            assert writes is not None
-            self._gates.leave(rollout.id, writes=writes)
+            self._gates.leave(rollout.id, writes=_writes(route))
+
+    async def _turn(self, rollout: RolloutView, environment: Environment, name: str, started: float) -> Route:
+        """Finds the tool's server and waits for the call's turn in the rollout's queue."""
+        try:
+            async with asyncio.timeout_at(started + self._limits.call_timeout_s) as scope:
+                route = await environment.route(name)
+                if (own := route.link.server.call_timeout_s) is not None:
+                    scope.reschedule(started + own)
+                await self._gates.enter(rollout.id, writes=_writes(route))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"The call of {name[:200]!r} did not get its turn before its deadline; it was not run."
+            ) from None
+        return route
 
     # Exactly once
 
@@ -299,6 +301,11 @@ class _Run:
     def __init__(self) -> None:
         self.cancelled = False
         self.exchanging = False
+
+
+def _writes(route: Route) -> bool:
+    """Whether a call needs its rollout alone. A server without state of ours has none that parallel calls harm."""
+    return route.link.server.exactly_once and not route.tool.read_only
 
 
 def _addressed(request: CallRequest, route: Route) -> ToolCall:

@@ -31,13 +31,18 @@ class Gates:
     def __len__(self) -> int:
         return len(self._gates)
 
-    async def enter(self, rollout: str, *, writes: bool) -> None:
-        """Waits for the turn. Raises NoCapacity when too many are waiting already."""
+    def enter_now(self, rollout: str, *, writes: bool) -> bool:
+        """Takes the turn if it is free. With True, a `leave` is owed."""
         gate = self._gates.get(rollout)
         if gate is None:
             gate = self._gates[rollout] = _Gate()
-        if not gate.waiting and self._admit(gate, writes):
+        return not gate.waiting and self._admit(gate, writes)
+
+    async def enter(self, rollout: str, *, writes: bool) -> None:
+        """Waits for the turn. Raises NoCapacity when too many are waiting already."""
+        if self.enter_now(rollout, writes=writes):
             return
+        gate = self._gates[rollout]
         if len(gate.waiting) >= self._waiting:
             raise NoCapacity(
                 f"{len(gate.waiting)} calls of this rollout are waiting for their turn already.",

@@ -141,6 +141,9 @@ class Link:
             self._listing.add_done_callback(_retrieve)
         return await asyncio.shield(self._listing)
 
+    def known_tool(self, name: str) -> Tool | None:
+        return self._tools.get(name) if self._tools is not None else None
+
     async def instructions(self) -> str | None:
         await self.tools()
         return self._instructions
@@ -261,14 +264,15 @@ class Environment:
         self._list: ToolList | None = None
         self._listed: tuple[dict[str, Tool], ...] = ()
 
+    def known_route(self, name: str) -> Route | None:
+        """The route, if that needs no question to a server."""
+        link, own = self._addressed(name)
+        tool = link.known_tool(own) if link is not None else None
+        return Route(link, tool) if link is not None and tool is not None else None
+
     async def route(self, name: str) -> Route:
         """Raises NotFound, UpstreamError, DeadlineExceeded; asks no other server than the tool's own."""
-        link, own = self._single, name
-        if link is None:
-            for prefix, candidate in self._prefixes:
-                if name.startswith(prefix):
-                    link, own = candidate, name[len(prefix) :]
-                    break
+        link, own = self._addressed(name)
         if link is not None and (tool := (await link.tools()).get(own)) is not None:
             return Route(link, tool)
         raise NotFound(
@@ -276,6 +280,14 @@ class Environment:
             code="unknown_tool",
             hint="tools/list names the tools.",
         )
+
+    def _addressed(self, name: str) -> tuple[Link | None, str]:
+        if self._single is not None:
+            return self._single, name
+        for prefix, link in self._prefixes:
+            if name.startswith(prefix):
+                return link, name[len(prefix) :]
+        return None, name
 
     async def tool_list(self) -> ToolList:
         """All tools, servers in the environment's order. One server that fails fails the list: a shorter one

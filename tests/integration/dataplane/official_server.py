@@ -6,12 +6,14 @@ Options: `--stateful` keeps handshake-era sessions, `--json` answers in JSON whe
 import os
 import sys
 import time
+from typing import Annotated
 
 import anyio
 import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.transport_security import TransportSecuritySettings
 from mcp_types import ToolAnnotations
+from pydantic import Field
 
 server = MCPServer("official", instructions="Count and echo.")
 counts: dict[str, int] = {}
@@ -62,6 +64,12 @@ async def steps(context: Context, number: int) -> str:
     for step in range(number):
         await context.report_progress(step + 1, number, f"step {step + 1}")
     return "done"
+
+
+@server.tool()
+async def regional(region: Annotated[str, Field(json_schema_extra={"x-mcp-header": "Region"})]) -> str:
+    """Wants its argument in a header too; the SDK refuses a call without."""
+    return region
 
 
 @server.tool()

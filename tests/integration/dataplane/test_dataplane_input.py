@@ -266,7 +266,20 @@ async def test_a_list_may_be_cut_into_pages(serve, make_child):
             cursor = result.get("nextCursor")
             if cursor is None:
                 break
-        assert len(names) == len(set(names)) == 9
+        assert len(names) == len(set(names)) == 10
+
+
+async def test_annotated_arguments_are_mirrored_into_headers(gateway, rollout):
+    call = {"name": "regional", "arguments": {"region": "größe"}}
+    path = f"/r/{rollout}/mcp"
+    # A client of the older era knows nothing of it; the gateway adds the header.
+    answer = await gateway.rpc(rollout, "tools/call", call)
+    assert answer.json["result"]["structuredContent"] == {"result": "größe"}
+    answer = await gateway.modern(path, "tools/call", call, mcp_param_region="=?base64?Z3LDtsOfZQ==?=")
+    assert answer.json["result"]["structuredContent"] == {"result": "größe"}
+    for wrong in ({}, {"mcp_param_region": "us"}):
+        answer = await gateway.modern(path, "tools/call", call, **wrong)
+        assert (answer.status, answer.json["error"]["code"]) == (400, -32020)
 
 
 async def test_a_client_that_takes_only_events_gets_one(gateway, rollout):
