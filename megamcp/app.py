@@ -18,11 +18,13 @@ from starlette.types import Receive, Scope, Send
 
 from megamcp import __version__
 from megamcp.api import add_error_handlers, router
+from megamcp.environments import Environments, bundled
 from megamcp.errors import MegaMCPError, Unavailable, Unprocessable
 from megamcp.migrate import migrate
 from megamcp.postgres import check_server
 from megamcp.services import Services, start_services
 from megamcp.settings import Settings
+from megamcp.store import Store, translated
 
 log = logging.getLogger(__name__)
 
@@ -107,13 +109,23 @@ def add_health(app: FastAPI) -> None:
 async def prepare(settings: Settings, dsn: str) -> None:
     """Once per start, before any worker: check the server, migrate, load the environments that are asked for.
 
-    An environment that fails to load is an error in the log, not the end of the gateway, unless the user named it.
+    Begins again when the database goes away in the middle: each step is all or nothing. Raises `Unavailable` when it
+    stays away, and what `migrate` and `Environments.load` raise.
     """
-    await wait_for_server(dsn)
-    signer = await migrate(dsn)
-    from megamcp.environments import Environments, bundled
-    from megamcp.store import Store
+    give_up = time.monotonic() + START_PATIENCE_S
+    while True:
+        await wait_for_server(dsn)
+        try:
+            with translated():
+                return await _prepare(settings, dsn)
+        except Unavailable:
+            if time.monotonic() > give_up:
+                raise
+            log.warning("the database went away while the gateway was starting; beginning again")
 
+
+async def _prepare(settings: Settings, dsn: str) -> None:
+    signer = await migrate(dsn)
     async with Store.open(dsn, 2) as store:
         environments = Environments(store, signer)
         for path in [*(bundled() if settings.bundled_environments else []), *settings.environments]:

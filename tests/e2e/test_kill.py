@@ -1,0 +1,228 @@
+"""G4, G5 and G6 under fire: the gateway, tool servers and PostgreSQL are killed with -9 at random moments under load.
+
+Each worker books entries, one after another, each with an idempotency key of its own, and repeats a call until it is
+acknowledged. At the end every acknowledged entry is there once, and nothing else is. CI runs one short storm;
+`make soak` lasts `SOAK_SECONDS`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+log = logging.getLogger(__name__)
+LEDGER = Path(__file__).parent.parent / "environments" / "ledger"
+STORM_S = float(os.environ.get("SOAK_SECONDS", "25"))
+WORKERS = 6
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(slots=True)
+class Fortress:
+    """A gateway process on a data folder, and the ways to kill parts of it."""
+
+    folder: Path
+    port: int
+    workers: int
+    process: asyncio.subprocess.Process | None = None
+    kills: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        with (self.folder / "gateway.log").open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "megamcp", "serve", "--port", str(self.port)),
+                *("--data-dir", str(self.folder / "data"), "--workers", str(self.workers)),
+                env={
+                    **os.environ,
+                    "MEGAMCP_ENVIRONMENTS": f'["{LEDGER}"]',
+                    "MEGAMCP_BUNDLED_ENVIRONMENTS": "false",
+                    "MEGAMCP_REAP_INTERVAL_S": "1",
+                    "MEGAMCP_CALL_TIMEOUT_S": "20",
+                },
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    async def ready(self, patience_s: float = 60) -> None:
+        async with aiohttp.ClientSession() as http:
+            end = time.monotonic() + patience_s
+            while True:
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with http.get(f"{self.url}/readyz", timeout=aiohttp.ClientTimeout(2)) as answer:
+                        if answer.status == 200:
+                            return
+                assert time.monotonic() < end, (self.folder / "gateway.log").read_text()[-4000:]
+                await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        assert self.process is not None
+        if self.process.returncode is None:
+            self.process.terminate()
+            await asyncio.wait_for(self.process.wait(), 30)
+
+    def family(self) -> list[psutil.Process]:
+        """Everything that runs on this data folder."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                words = " ".join(process.cmdline())
+                if str(self.folder) in words or str(self.folder) in str(process.environ().get("MEGAMCP_DATA_DIR", "")):
+                    found.append(process)
+        return found
+
+    async def kill(self, victim: str) -> None:
+        assert self.process is not None
+        gateway = psutil.Process(self.process.pid)
+        with contextlib.suppress(psutil.Error, OSError, IndexError):
+            match victim:
+                case "gateway":
+                    gateway.kill()
+                    await self.process.wait()
+                    await self.start()
+                case "worker":
+                    workers = [p for p in gateway.children() if "megamcp.serve" in " ".join(p.cmdline())]
+                    if not workers:
+                        return
+                    random.choice(workers).kill()
+                case "tool server":
+                    servers = [p for p in gateway.children(recursive=True) if "megamcp.sdk" in " ".join(p.cmdline())]
+                    if not servers:
+                        return
+                    random.choice(servers).kill()
+                case "postgres":
+                    lock = next(self.folder.rglob("postmaster.pid"), None)
+                    if lock is None:  # it is being started
+                        return
+                    os.kill(int(lock.read_text().split()[0]), signal.SIGKILL)
+            self.kills[victim] = self.kills.get(victim, 0) + 1
+
+
+@asynccontextmanager
+async def fortress(folder: Path, workers: int) -> AsyncIterator[Fortress]:
+    made = Fortress(folder, free_port(), workers)
+    await made.start()
+    try:
+        await made.ready()
+        yield made
+    finally:
+        await made.stop()
+
+
+async def request(http: aiohttp.ClientSession, method: str, path: str, body: Any = None) -> Any:
+    """Repeat until it is answered with success. Only for what may be repeated."""
+    end = time.monotonic() + 90
+    last: object = None
+    while time.monotonic() < end:
+        try:
+            async with http.request(method, path, json=body, timeout=aiohttp.ClientTimeout(30)) as answer:
+                text = await answer.text()
+                if answer.status < 300:
+                    return await answer.json() if text else None
+                last = text
+                assert answer.status != 422, text
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            last = repr(error)
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"no success in time for {method} {path}: {last}")
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("workers", [1, 2], ids=["one worker", "two workers"])
+async def test_no_acknowledged_call_is_lost_and_none_is_done_twice(scratch_folder: Path, workers: int) -> None:
+    folder = scratch_folder / f"kill-{workers}"
+    folder.mkdir()
+    folder.chmod(0o755)
+    async with fortress(folder, workers) as gateway, aiohttp.ClientSession(gateway.url) as http:
+        opened = await request(http, "POST", "/v1/rollouts", {"environment": "ledger", "count": WORKERS})
+        rollouts = [rollout["id"] for rollout in opened["rollouts"]]
+        acknowledged: dict[str, list[tuple[str, int]]] = {rollout: [] for rollout in rollouts}
+        checkpoints: list[tuple[str, str, int]] = []
+        end = time.monotonic() + STORM_S
+
+        async def work(rollout: str) -> None:
+            number = 0
+            while time.monotonic() < end:
+                number += 1
+                key = f"{rollout}-{number}"
+                result = await request(
+                    http,
+                    "POST",
+                    f"/v1/rollouts/{rollout}/call",
+                    {
+                        "tool": "book",
+                        "arguments": {"account_id": 1 + number % 10, "amount": 1, "pause": 0.002},
+                        "idempotency_key": key,
+                    },
+                )
+                if result.get("isError"):
+                    raise AssertionError(result)
+                acknowledged[rollout].append((key, result["structuredContent"]["id"]))
+                if number % 25 == 0:
+                    made = await request(http, "POST", f"/v1/rollouts/{rollout}/checkpoints", {})
+                    checkpoints.append((made["id"], made["digest"], number))
+
+        async def storm() -> None:
+            dice = random.Random(7)
+            victims = ["gateway", "tool server", "tool server", "postgres"] + (["worker"] * 2 if workers > 1 else [])
+            while time.monotonic() < end - 2:
+                await asyncio.sleep(dice.uniform(0.5, 3.5))
+                await gateway.kill(dice.choice(victims))
+
+        await asyncio.gather(storm(), *map(work, rollouts))
+        await gateway.ready()
+        assert sum(gateway.kills.values()) >= 5, gateway.kills
+
+        for rollout, done in acknowledged.items():
+            assert len(done) > 3
+            # Numbers come from the rollout's own sequence: 1, 2, 3 … means each call was done once, and no other.
+            assert [number for _, number in done] == list(range(1, len(done) + 1))
+            sums = await request(http, "POST", f"/v1/rollouts/{rollout}/call", {"tool": "sums", "arguments": {}})
+            assert sums["structuredContent"] == {"balances": len(done), "entries": len(done)}
+            await journal_agrees(http, rollout, dict(done))
+        for checkpoint, digest, number in checkpoints:
+            (fork,) = (await request(http, "POST", f"/v1/checkpoints/{checkpoint}/fork", {}))["rollouts"]
+            assert (await request(http, "GET", f"/v1/rollouts/{fork['id']}/digest"))["digest"] == digest
+            sums = await request(http, "POST", f"/v1/rollouts/{fork['id']}/call", {"tool": "sums", "arguments": {}})
+            assert sums["structuredContent"]["entries"] == number
+        log.info("calls %d, kills %s", sum(map(len, acknowledged.values())), gateway.kills)
+    await asyncio.sleep(0.5)
+    assert gateway.family() == [], "something outlived the gateway"
+
+
+async def journal_agrees(http: aiohttp.ClientSession, rollout: str, done: dict[str, int]) -> None:
+    """Every acknowledged call has exactly one row that says so, and no row is left running."""
+    after, events = 0, []
+    while after is not None:
+        page = await request(http, "GET", f"/v1/rollouts/{rollout}/events?after={after}&limit=1000")
+        events += page["events"]
+        after = page["next_after"]
+    assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+    calls = [event for event in events if event["kind"] == "call" and event["tool"] == "book"]
+    assert not [call for call in calls if call["state"] == "running"]
+    booked = [call["result"]["structuredContent"]["id"] for call in calls if call["state"] == "done"]
+    assert sorted(booked) == sorted(done.values())
