@@ -229,17 +229,25 @@ def diff_lines(found: t.Diff, *, limit: int = SHOWN_ROWS) -> Iterator[Text]:
     for server, state in sorted(found.servers.items()):
         for name, rows in sorted(state.tables.items()):
             parts = (("+", len(rows.added)), ("-", len(rows.removed)), ("~", len(rows.changed)))
-            counts = [f"{sign}{count}" for sign, count in parts if count]
+            counts = " ".join(f"{sign}{count}" for sign, count in parts if count)
             more = " and more" if rows.truncated else ""
-            yield Text.assemble((f"{server}.{name}", "bold"), (f"  {' '.join(counts)}{more}", "dim"))
-            shown = [
-                *(Text.assemble(("  + ", "green"), row_text(row)) for row in rows.added),
-                *(Text.assemble(("  - ", "red"), row_text(row)) for row in rows.removed),
-                *(Text.assemble(("  ~ ", "yellow"), change_text(change)) for change in rows.changed),
-            ]
-            yield from shown[:limit]
+            yield Text.assemble((f"{server}.{name}", "bold"), (f"  {counts}{more}", "dim"))
+            shown = list(row_lines(rows))
+            for line in shown[:limit]:
+                yield Text.assemble("  ", line)
             if len(shown) > limit:
                 yield Text(f"    … {len(shown) - limit} more (--json shows all)", style="dim")
+
+
+def row_lines(rows: t.TableDiff, table: str = "") -> Iterator[Text]:
+    """The rows of one table's diff, with their sign; the table's name between, if given."""
+    name = f"{table} " if table else ""
+    for row in rows.added:
+        yield Text.assemble(("+ ", "green"), name, row_text(row))
+    for row in rows.removed:
+        yield Text.assemble(("- ", "red"), name, row_text(row))
+    for change in rows.changed:
+        yield Text.assemble(("~ ", "yellow"), name, change_text(change))
 
 
 def row_text(row: dict[str, Any]) -> str:

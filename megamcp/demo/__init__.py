@@ -8,6 +8,7 @@ error that says which one.
 
 import asyncio
 import contextlib
+import importlib
 import signal
 from pathlib import Path
 
@@ -31,9 +32,8 @@ def run(out: Output, *, data_dir: Path | None = None, url: str | None = None) ->
 
 
 async def _run(tell: Narrator, data_dir: Path | None, url: str | None) -> None:
-    from megamcp.client import Client
-    from megamcp.demo.story import Story
-
+    # Importing the SDK takes a second: it happens while the gateway starts.
+    story = asyncio.create_task(asyncio.to_thread(importlib.import_module, "megamcp.demo.story"))
     task = asyncio.current_task()
     assert task is not None
     with contextlib.suppress(NotImplementedError):  # asked to stop: what was started is still taken down
@@ -41,6 +41,10 @@ async def _run(tell: Narrator, data_dir: Path | None, url: str | None) -> None:
     async with contextlib.AsyncExitStack() as stack:
         if url is None:
             url = await stack.enter_async_context(own_gateway(tell, data_dir))
+        await story
+        from megamcp.client import Client
+        from megamcp.demo.story import Story
+
         client = await stack.enter_async_context(Client(url))
         await Story(tell, client).play()
         tell.waiting("Stopping …")

@@ -39,7 +39,7 @@ class Narrator:
 
     def show(self, shown: RenderableType) -> None:
         """Anything that can be drawn."""
-        self._print(Padding(shown, INDENT))
+        self._print(Padding(shown, INDENT, expand=False))
 
     def claim(self, text: str, holds: bool, found: str = "") -> None:
         """Something that must be true. Raises `MegaMCPError` when it isn't."""
