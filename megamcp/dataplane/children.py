@@ -8,6 +8,7 @@ and the tail of that into the error when it fails. The module speaks no MCP: rea
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -30,6 +31,7 @@ _LONGEST_PAUSE_S = 15.0
 _STABLE_S = 10.0
 _TAIL_LINES = 40
 _LINE_BYTES = 2000
+_FOLDER_PREFIX = "megamcp-sockets-"
 
 
 @dataclass(eq=False)
@@ -55,11 +57,32 @@ class Running:
 
 
 class SocketFolder:
-    """A private, short-named folder for the children's sockets (a path may have 107 bytes)."""
+    """A private, short-named folder for the children's sockets (a path may have 107 bytes).
+
+    A gateway that was killed leaves its folder behind; the next one removes those that nobody holds a lock on.
+    """
 
     def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="megamcp-")
+        self.path = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
         self._count = 0
+        self._lock = self._locked(self.path)
+        for stale in Path(self.path).parent.glob(f"{_FOLDER_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                os.close(self._locked(str(stale)))
+                shutil.rmtree(stale, ignore_errors=True)
+
+    @staticmethod
+    def _locked(folder: str) -> int:
+        """A descriptor of the folder that holds its lock. Raises OSError when someone else has it."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_uid != os.getuid():
+                raise PermissionError(folder)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def next(self) -> str:
         self._count += 1
@@ -67,6 +90,7 @@ class SocketFolder:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
 
 
 class Child:

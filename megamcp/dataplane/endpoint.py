@@ -315,7 +315,7 @@ class Endpoint:
 
     # Rollout and environment
 
-    async def _rollout(self, request: _Request) -> RolloutView:
+    async def _rollout(self, request: _Request, *, for_call: bool = False) -> RolloutView:
         """The rollout that a request is for. Raises NotFound, Gone, BadRequest."""
         rollout = request.rollout
         if rollout is None and request.session is not None and not request.modern:
@@ -330,7 +330,8 @@ class Endpoint:
             )
         if not _ROLLOUT_ID.fullmatch(rollout):
             raise NotFound(f"There is no rollout {rollout[:100]!r}.", code="rollout_not_found")
-        view = await self._control.rollout(rollout)
+        find = self._control.rollout_for_call if for_call else self._control.rollout
+        view = await find(rollout)
         request.rollout = rollout
         request.read = True
         return view
@@ -362,7 +363,7 @@ class Endpoint:
         return wire.Reply(eras.list_result(tools.pages[page], following, modern=modern))
 
     async def _call(self, request: _Request, params: dict[str, msgspec.Raw]) -> wire.Reply | None:
-        view = await self._rollout(request)
+        view = await self._rollout(request, for_call=True)
         call, key = _tool_call(request, params)
         task = asyncio.current_task()
         assert task is not None

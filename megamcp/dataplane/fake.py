@@ -80,6 +80,9 @@ class FakeControl:
             raise NotFound(f"There is no rollout {rollout_id}.", code="rollout_not_found")
         return view
 
+    async def rollout_for_call(self, rollout_id: str) -> RolloutView:
+        return await self.rollout(rollout_id)
+
     async def environment(self, environment_id: int) -> EnvironmentView:
         return self.environments[environment_id]
 

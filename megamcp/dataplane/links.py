@@ -118,19 +118,21 @@ class Link:
         """
         if self._running is None or not self._running.alive or (self._probing and not self._probing.done()):
             return
-        assert self._upstream is not None
-        self._probing = asyncio.create_task(
-            self._probe(self._running, self._upstream), name=f"probe {self.server.name}"
-        )
+        self._probing = asyncio.create_task(self._probe(self._running), name=f"probe {self.server.name}")
 
-    async def _probe(self, running: Running, upstream: Upstream) -> None:
+    async def _probe(self, running: Running) -> None:
+        # With a connection of its own: those of the pool may all be waiting for slow, healthy tools.
+        limits = self._limits
+        probe = Upstream(self.server.name, _CHILD_URL, limits=limits, socket=running.socket, era=Era.MODERN)
         try:
-            async with asyncio.timeout(self._limits.grace_s):
-                await upstream.request("server/discover", {})
+            async with asyncio.timeout(limits.probe_s):
+                await probe.request("server/discover", {})
         except (TimeoutError, UpstreamLost):
-            running.kill(f"it blocked: no answer for {self._limits.grace_s:g} s after a call's deadline")
+            running.kill(f"it blocked: no answer for {limits.probe_s:g} s after a call's deadline")
         except MegaMCPError:
             pass  # an answer, if an odd one: it is alive
+        finally:
+            await probe.aclose()
 
     async def tools(self) -> dict[str, Tool]:
         """Its tools by name, in its own order; asked for once. Raises UpstreamError, DeadlineExceeded."""

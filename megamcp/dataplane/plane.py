@@ -56,7 +56,7 @@ class Dataplane:
         Returns the JSON text of the CallToolResult, a tool's own error included. Raises what `Calls.call`
         raises; a tool server's JSON-RPC error is Unprocessable (arguments) or UpstreamError.
         """
-        rollout = await self._control.rollout(rollout_id)
+        rollout = await self._control.rollout_for_call(rollout_id)
         reply = await self._calls.call(rollout, CallRequest(ToolCall(tool, arguments), idempotency_key))
         if reply.failed:
             raise _as_error(reply.body)

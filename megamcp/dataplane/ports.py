@@ -103,6 +103,11 @@ class ControlPort(Protocol):
         """Raises NotFound, Gone. Called once per request: cache the part that does not change."""
         ...
 
+    async def rollout_for_call(self, rollout_id: str) -> RolloutView:
+        """The same for one tool call. May be what it was at an earlier call where nothing but `call_intent`
+        decides: no server of the rollout's environment is `exactly_once`."""
+        ...
+
     async def environment(self, environment_id: int) -> EnvironmentView:
         """Raises NotFound. Called once per request: cache it."""
         ...
@@ -186,6 +191,7 @@ class Limits:
     start_timeout_s: float = 30.0
     list_timeout_s: float = 30.0
     grace_s: float = 2.0
+    probe_s: float = 5.0
     disconnect_check_s: float = 0.1
     readers_per_rollout: int = 16
     waiting_per_rollout: int = 64

@@ -115,6 +115,7 @@ class Upstream:
         self._limits = limits
         self._ids = itertools.count(1)
         self._era = era
+        self._fixed = era is not None
         self._session: _Session | None = None
         self._negotiating = asyncio.Lock()
         self.instructions: str | None = None
@@ -282,6 +283,7 @@ class Upstream:
         except _SessionGone:
             reply = None
         if reply is None or reply.failed:
+            self._era = None
             why = wire.peek_error(reply.body)[1] if reply else "404"
             raise UpstreamError(
                 f"Tool server {self.name!r} refuses MCP's handshake: {why}", code="tool_server_protocol"
@@ -320,9 +322,10 @@ class Upstream:
                 session_id.append(response.headers.get("Mcp-Session-Id"))
             kind = response.headers.get("Content-Type", "")
             if kind.startswith("application/json"):
-                reply = self._read_reply(await self._read(response), number, response.status)
+                in_session = response.status == 404 and "Mcp-Session-Id" in headers
+                reply = self._read_reply(await self._read(response), number, response.status, in_session)
                 response.release()
-            elif response.status == 404:
+            elif response.status == 404 and "Mcp-Session-Id" in headers:
                 response.release()
                 raise _SessionGone
             elif response.status == 200 and kind.startswith("text/event-stream"):
@@ -349,6 +352,9 @@ class Upstream:
         except (aiohttp.ClientError, ConnectionError, ValueError) as error:
             if response is not None:
                 response.close()
+            if not self._fixed:
+                # Whatever comes back at that address may be another server: ask it again.
+                self._era = self._session = None
             raise UpstreamLost(
                 f"Tool server {self.name!r} broke off during a call: {error or type(error).__name__}",
                 sent=True,
@@ -379,7 +385,7 @@ class Upstream:
             f"Tool server {self.name!r} sent more than {limit} bytes for one call.", code="result_too_large"
         )
 
-    def _read_reply(self, body: bytes, number: bytes, status: int) -> wire.Reply:
+    def _read_reply(self, body: bytes, number: bytes, status: int, in_session: bool) -> wire.Reply:
         envelope = self._parse(body)
         reply = _reply_in(envelope, number)
         if reply is None:
@@ -389,7 +395,7 @@ class Upstream:
                 f"Tool server {self.name!r} answered HTTP {status} with something that is no response.",
                 code="tool_server_protocol",
             )
-        if status == 404 and reply.failed and wire.peek_error(reply.body)[0] != wire.METHOD_NOT_FOUND:
+        if in_session and reply.failed and wire.peek_error(reply.body)[0] != wire.METHOD_NOT_FOUND:
             raise _SessionGone
         return reply
 
@@ -492,8 +498,8 @@ def _message(number: bytes, method: str, params: Mapping[str, object]) -> bytes:
 def _reply_in(envelope: wire.Envelope, number: bytes) -> wire.Reply | None:
     if envelope.method is not None or envelope.id is wire.ABSENT or bytes(envelope.id) != number:
         return None
-    if envelope.result is not wire.ABSENT:
-        return wire.Reply(bytes(envelope.result))
+    if envelope.result is not wire.ABSENT and (result := bytes(envelope.result))[0] == 0x7B:
+        return wire.Reply(result)
     if envelope.error is not wire.ABSENT:
         return wire.Reply(bytes(envelope.error), failed=True)
     return None

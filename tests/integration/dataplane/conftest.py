@@ -140,7 +140,7 @@ async def official(*options: str) -> AsyncIterator[UrlTarget]:
         await process.wait()
 
 
-LIMITS = Limits(call_timeout_s=20.0, grace_s=0.5, start_timeout_s=20.0)
+LIMITS = Limits(call_timeout_s=20.0, grace_s=0.5, probe_s=1.0, start_timeout_s=20.0)
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,16 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from megamcp.dataplane import wire
 from megamcp.dataplane.ports import Limits, Recorded, ServerView, UrlTarget
 
-IMPATIENT = Limits(call_timeout_s=1.0, grace_s=0.4, start_timeout_s=15.0, connect_timeout_s=0.5)
+IMPATIENT = Limits(call_timeout_s=1.0, grace_s=0.4, probe_s=0.6, start_timeout_s=15.0, connect_timeout_s=0.5)
 
 
 @pytest.fixture
@@ -245,3 +247,81 @@ async def test_a_full_queue_is_429(serve, make_child):
         answers = await asyncio.gather(*calls)
         assert {answer.status for answer in answers} == {200}
         assert sum("error" in answer.json for answer in answers) == 2
+
+
+async def test_a_healthy_server_with_all_its_connections_busy_is_not_killed(serve, make_child):
+    limits = Limits(call_timeout_s=1.0, probe_s=0.6, connections_per_server=1)
+    async with serve(limits) as running:
+        view = running.environment(ServerView("shop", make_child(), exactly_once=True))
+        await warm(running, view)
+        server = running.plane._environments.of(view).links["shop"]
+        pid = server.child.pid
+        calls = [running.call(running.control.open(view), "slow", {"name": "b", "seconds": 9}) for _ in range(3)]
+        assert {answer.code for answer in await asyncio.gather(*calls)} == {"deadline_exceeded"}
+        await asyncio.sleep(0.8)
+        assert server.child.pid == pid
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+async def test_a_killed_gateway_leaves_no_child_behind(tmp_path, blocked):
+    script = tmp_path / "gateway.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "from megamcp.dataplane.children import Child, SocketFolder\n"
+        "from megamcp.dataplane.ports import SOCKET, ChildTarget, Limits\n"
+        "CODE = 'import os, socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen();'\n"
+        f"CODE += {'time.sleep(600)' if blocked else 'sys.stdin.read()'!r}\n"
+        "async def main():\n"
+        "    target = ChildTarget((sys.executable, '-c', CODE, SOCKET))\n"
+        "    child = Child('c', target, SocketFolder(), Limits())\n"
+        "    print((await child.ready()).process.pid, flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    gateway = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(script),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=os.getcwd(),
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    pid = int(await gateway.stdout.readline())
+    gateway.kill()
+    await gateway.wait()
+
+    def gone():
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        except OSError:
+            return True
+
+    await until(gone)
+
+
+async def test_a_server_that_is_not_mcp_is_a_bad_gateway(own):
+    async def nonsense(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %b\r\nconnection: close\r\n\r\n%b" % (status, body))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(nonsense, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+    try:
+        for status, body in [
+            (b"404 Not Found\r\ncontent-type: text/html", b"<html>"),
+            (b"404 Not Found\r\ncontent-type: application/json", b'{"detail":"no"}'),
+            (b"200 OK\r\ncontent-type: application/json", b"nonsense"),
+            (b"200 OK\r\ncontent-type: application/json", b'{"jsonrpc":"2.0","id":0,"result":5}'),
+            (b"200 OK\r\ncontent-type: text/event-stream", b"data: nonsense\n\n"),
+            (b"200 OK\r\ncontent-type: text/event-stream", b""),
+            (b"307 Elsewhere\r\nlocation: /other", b""),
+            (b"garbage", b""),
+        ]:
+            rollout = own.open(ServerView("odd", UrlTarget(url), exactly_once=False))
+            answer = await own.call(rollout, "echo", {"value": "x"})
+            assert answer.status == 502, (status, body, answer.body)
+            assert answer.code in ("tool_server_protocol", "tool_server_lost")
+    finally:
+        server.close()
+        await server.wait_closed()
