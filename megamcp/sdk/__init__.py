@@ -19,10 +19,15 @@ inject, results, calls (exactly once), database (the guarded pool), rpc and endp
 runner).
 """
 
+from typing import TYPE_CHECKING, Any
+
 from megamcp.sdk.inject import Clock, Context, Random
 from megamcp.sdk.results import ToolError
 from megamcp.sdk.server import Server, Tool
 from megamcp.sdk.signature import ToolSignatureError
+
+if TYPE_CHECKING:
+    from megamcp.sdk.process import serve_tool_server
 
 __all__ = [
     "Clock",
@@ -36,7 +41,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     # uvicorn is needed to serve, not to define tools: a test that imports a tool server doesn't pay for it.
     if name == "serve_tool_server":
         from megamcp.sdk.process import serve_tool_server

@@ -69,7 +69,8 @@ def serve_tool_server(
     `dsn` and `pool_size` default to MEGAMCP_TOOL_DSN and MEGAMCP_TOOL_POOL. Raises EntryError, OSError.
     """
     server = entry if isinstance(entry, Server) else load_entry(entry)
-    dsn = dsn or os.environ.get("MEGAMCP_TOOL_DSN") or None
+    # Taken out of the environment, so that neither a tool nor a program that it starts shows the password by chance.
+    dsn = dsn or os.environ.pop("MEGAMCP_TOOL_DSN", None) or None
     pool = pool_size or _pool_from_environment()
     app = server.asgi_app(dsn, pool_size=pool)
     listener = _listen_unix(socket) if socket else sockets.create_server((host, port))

@@ -316,3 +316,14 @@ async def test_a_randints_range_is_covered_from_the_states_bytes() -> None:
 
     random = Random(fetch)
     assert {await random.randint(-1, 1) for _ in range(9)} == {-1, 0, 1}
+
+
+def test_the_public_surface_is_what_all_says() -> None:
+    import megamcp.sdk as sdk
+
+    public = {"Clock", "Context", "Random", "Server", "Tool", "ToolError", "ToolSignatureError", "serve_tool_server"}
+    assert set(sdk.__all__) == public
+    for name in public:
+        assert getattr(sdk, name).__module__.startswith("megamcp.sdk.")
+    with pytest.raises(AttributeError):
+        sdk.nothing  # noqa: B018
