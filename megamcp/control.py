@@ -39,6 +39,7 @@ from megamcp.store import Store
 log = logging.getLogger(__name__)
 
 CANCELLATIONS = "megamcp_cancellations"
+PASSED_THROUGH_KEPT = 10_000  # views of rollouts, some 300 bytes each
 _CANCELLED = (
     b'{"content":[{"type":"text","text":"The call was ended before it was done; nothing was changed."}],"isError":true}'
 )
@@ -114,6 +115,7 @@ class Control:
         self._dsn = dsn
         self._instance = instance
         self._views: dict[int, EnvironmentView] = {}
+        self._passed_through: dict[str, RolloutView] = {}
 
     async def rollout(self, rollout_id: str) -> RolloutView:
         row = await self._store.row(sql.ROLLOUT_EPOCH, rollout_id)
@@ -126,6 +128,18 @@ class Control:
         if row["status"] != "open":
             raise Gone(f"Rollout {rollout_id} is {row['status']}.", code=f"rollout_{row['status']}")
         return RolloutView(rollout_id, row["environment"], row["epoch"])
+
+    async def rollout_for_call(self, rollout_id: str) -> RolloutView:
+        if known := self._passed_through.get(rollout_id):
+            return known
+        view = await self.rollout(rollout_id)
+        environment = await self.environment(view.environment_id)
+        if not any(server.exactly_once for server in environment.servers):
+            # `call_intent` reads the rollout's row anyway, and it has the last word: asking first is a round trip more.
+            if len(self._passed_through) >= PASSED_THROUGH_KEPT:
+                del self._passed_through[next(iter(self._passed_through))]
+            self._passed_through[rollout_id] = view
+        return view
 
     async def environment(self, environment_id: int) -> EnvironmentView:
         if view := self._views.get(environment_id):
@@ -214,18 +228,22 @@ class Control:
         request = fingerprint(server, tool, arguments)
         while True:
             left = give_up - time.monotonic()
-            row = await self._store.row(
-                sql.CALL_INTENT,
-                rollout.id,
-                server,
-                tool,
-                arguments.decode(),
-                nonce,
-                idempotency_key,
-                request,
-                self._instance.owner,
-                max(1, int(left * 1000)),
-            )
+            try:
+                row = await self._store.row(
+                    sql.CALL_INTENT,
+                    rollout.id,
+                    server,
+                    tool,
+                    arguments.decode(),
+                    nonce,
+                    idempotency_key,
+                    request,
+                    self._instance.owner,
+                    max(1, int(left * 1000)),
+                )
+            except (Gone, NotFound):
+                self._passed_through.pop(rollout.id, None)
+                raise
             assert row is not None
             match row["found_state"]:
                 case None:
