@@ -431,6 +431,10 @@ def add_error_handlers(app: FastAPI) -> None:
         body = json.dumps({**known.problem(request.url.path), "status": error.status_code}).encode()
         return Response(body, error.status_code, dict(error.headers or {}), media_type="application/problem+json")
 
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return problem(MegaMCPError("The gateway failed; its log says more.", code="internal"), request)
+
     @app.exception_handler(asyncpg.PostgresError)
     @app.exception_handler(OSError)
     async def database(request: Request, error: Exception) -> Response:
