@@ -36,13 +36,22 @@ def version(as_json: Json = False) -> None:
     Output(as_json).answer({"version": __version__}, __version__)
 
 
-@app.callback()
-def _options(
-    show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
-) -> None:
-    if show_version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         Output(as_json=False).print(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", is_eager=True, callback=_show_version, show_default=False
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -230,7 +230,7 @@ def diff_lines(found: t.Diff, *, limit: int = SHOWN_ROWS) -> Iterator[Text]:
         for name, rows in sorted(state.tables.items()):
             parts = (("+", len(rows.added)), ("-", len(rows.removed)), ("~", len(rows.changed)))
             counts = " ".join(f"{sign}{count}" for sign, count in parts if count)
-            more = " and more" if rows.truncated else ""
+            more = f" of {rows.total} rows that differ" if rows.truncated else ""
             yield Text.assemble((f"{server}.{name}", "bold"), (f"  {counts}{more}", "dim"))
             shown = list(row_lines(rows))
             for line in shown[:limit]:

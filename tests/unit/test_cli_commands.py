@@ -1,0 +1,164 @@
+"""The command line says clearly what is wrong, keeps stdout for answers, and starts quickly."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import megamcp
+from megamcp.cli import app
+from megamcp.cli.output import DEFAULT_URL
+from megamcp.client import DEFAULT_URL as CLIENT_URL
+
+COMMANDS = [
+    *(["serve"], ["demo"], ["tool-server"], ["tree"], ["version"]),
+    *(["env", name] for name in ("list", "show", "load")),
+    *(["checkpoint", name] for name in ("show", "pin", "unpin", "renew", "release")),
+    *(
+        ["rollout", name]
+        for name in (
+            *("open", "list", "show", "renew", "close", "tools", "call", "checkpoint", "checkpoints"),
+            *("fork", "rollback", "diff", "digest", "events", "query"),
+        )
+    ),
+]
+
+
+@pytest.fixture
+def cli() -> CliRunner:
+    return CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"})
+
+
+@pytest.fixture
+def nowhere() -> str:
+    """A URL where nothing listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_that_fits_80_columns(cli: CliRunner, command: list[str]) -> None:
+    result = cli.invoke(app, [*command, "--help"])
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c[0] not in ("serve", "tool-server")], ids=" ".join)
+def test_every_command_that_answers_can_answer_in_json(cli: CliRunner, command: list[str]) -> None:
+    assert "--json" in cli.invoke(app, [*command, "--help"]).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["rollout", "show"],
+        ["rollout", "open", "retail", "--count", "0"],
+        ["rollout", "open", "retail", "--label", "novalue"],
+        ["rollout", "list", "--status", "asleep"],
+        ["rollout", "fork", "cp_1", "--seed", "often"],
+        ["rollout", "call", "ro_1", "get", "--arguments", "{"],
+        ["rollout", "call", "ro_1", "get", "order"],
+        ["tree", "ro_1", "--group", "g"],
+        ["serve", "--port", "70000"],
+        ["serve", "--log-level", "loud"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_use_ends_with_status_2_and_says_why_on_stderr(
+    cli: CliRunner, nowhere: str, arguments: list[str]
+) -> None:
+    result = cli.invoke(app, arguments, env={"MEGAMCP_URL": nowhere})
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Error" in result.stderr
+
+
+def test_a_gateway_that_is_not_there_is_one_red_line_and_a_hint(cli: CliRunner, nowhere: str) -> None:
+    result = cli.invoke(app, ["rollout", "list", "--url", nowhere])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    error, hint = result.stderr.strip().splitlines()
+    assert error.startswith(f"error: There is no gateway at {nowhere}")
+    assert error.endswith("[gateway_unreachable]")
+    assert "megamcp serve" in hint
+
+
+def test_with_json_the_error_is_a_problem_document_on_stderr(cli: CliRunner, nowhere: str) -> None:
+    result = cli.invoke(app, ["env", "list", "--json"], env={"MEGAMCP_URL": nowhere})
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert json.loads(result.stderr)["code"] == "gateway_unreachable"
+
+
+def test_a_setting_that_is_wrong_is_told_by_name(cli: CliRunner) -> None:
+    result = cli.invoke(app, ["serve"], env={"MEGAMCP_CALL_TIMEOUT_S": "soon"})
+    assert result.exit_code == 1
+    assert "MEGAMCP_CALL_TIMEOUT_S" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(cli: CliRunner) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "megamcp.cli", "serve", "--port", port, "--data-dir", "/nonexistent/megamcp"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert "port_in_use" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("entry", ["nocolon", "no.such.module:server", "json:dumps"])
+def test_an_entry_that_is_no_tool_server_is_told(entry: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megamcp.cli", "tool-server", entry],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "invalid_entry" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_version_is_told(cli: CliRunner) -> None:
+    assert cli.invoke(app, ["version"]).stdout.strip() == megamcp.__version__
+    assert json.loads(cli.invoke(app, ["version", "--json"]).stdout) == {"version": megamcp.__version__}
+    assert cli.invoke(app, ["--version"]).stdout.strip() == megamcp.__version__
+
+
+def test_the_default_url_is_the_client_s() -> None:
+    assert DEFAULT_URL == CLIENT_URL
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = ["httpx", "pydantic", "fastapi", "asyncpg", "sqlalchemy", "mcp", "uvicorn", "megamcp.types"]
+    code = f"import sys, megamcp.cli; sys.exit(str([m for m in {heavy} if m in sys.modules] or ''))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+
+
+def test_help_comes_at_once() -> None:
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "megamcp.cli", "--help"], capture_output=True, text=True, check=True
+        )
+        times.append(time.perf_counter() - began)
+    assert re.search(r"\bdemo\b", done.stdout)
+    assert min(times) < 1.5, "half a second on a quiet machine; three times that on a busy one"
