@@ -24,7 +24,7 @@ from megamcp.dataplane import mirrored, wire
 from megamcp.dataplane.gate import Gates
 from megamcp.dataplane.links import Environment, Environments, Link, Route
 from megamcp.dataplane.ports import ControlPort, Intent, Limits, RolloutView
-from megamcp.dataplane.upstream import Progress, ToolCall, UpstreamLost, header_value
+from megamcp.dataplane.protocol import Progress, ToolCall, UpstreamLost, header_value
 from megamcp.errors import BadRequest, DeadlineExceeded, MegaMCPError, NoCapacity, UpstreamError
 
 log = logging.getLogger(__name__)

@@ -63,9 +63,14 @@ class SocketFolder:
     """
 
     def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
         self._count = 0
-        self._lock = self._locked(self.path)
+        while True:
+            self.path = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+            # Another gateway that starts now may take the folder for a stale one before it is locked.
+            with contextlib.suppress(OSError):
+                self._lock = self._locked(self.path)
+                if os.path.isdir(self.path):
+                    break
         for stale in Path(self.path).parent.glob(f"{_FOLDER_PREFIX}*"):
             with contextlib.suppress(OSError):
                 os.close(self._locked(str(stale)))

@@ -35,7 +35,7 @@ from megamcp.dataplane.asgi import (
 from megamcp.dataplane.calls import CallRequest, Calls
 from megamcp.dataplane.links import Environment, Environments
 from megamcp.dataplane.ports import ControlPort, Limits, RolloutView
-from megamcp.dataplane.upstream import ToolCall
+from megamcp.dataplane.protocol import ToolCall
 from megamcp.errors import BadRequest, MegaMCPError, NotFound
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from megamcp.dataplane import mirrored, wire
-from megamcp.dataplane.upstream import CAPABILITIES_KEY, HANDSHAKE, MODERN, PROTOCOL_KEY
+from megamcp.dataplane.protocol import CAPABILITIES_KEY, HANDSHAKE, MODERN, PROTOCOL_KEY
 
 SUPPORTED = (MODERN, *HANDSHAKE)
 BATCHES = "2025-03-26"

@@ -18,7 +18,8 @@ from megamcp.dataplane import mirrored, wire
 from megamcp.dataplane.children import Child, Running, SocketFolder
 from megamcp.dataplane.mirrored import MirroredParameter
 from megamcp.dataplane.ports import ChildTarget, EnvironmentView, Limits, ServerView, SocketTarget, UrlTarget
-from megamcp.dataplane.upstream import Era, Upstream, UpstreamLost
+from megamcp.dataplane.protocol import Era, UpstreamLost
+from megamcp.dataplane.upstream import Upstream
 from megamcp.errors import DeadlineExceeded, MegaMCPError, NotFound, UpstreamError
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from megamcp.dataplane.calls import CallRequest, Calls
 from megamcp.dataplane.endpoint import Endpoint
 from megamcp.dataplane.links import Environment, Environments
 from megamcp.dataplane.ports import ControlPort, Limits, RolloutView
-from megamcp.dataplane.upstream import ToolCall
+from megamcp.dataplane.protocol import ToolCall
 from megamcp.errors import MegaMCPError, Unprocessable, UpstreamError
 
 

@@ -8,14 +8,12 @@ can't have run.
 """
 
 import asyncio
-import binascii
 import contextlib
 import io
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 import aiohttp
 import msgspec
@@ -24,58 +22,28 @@ from multidict import CIMultiDict
 from megamcp import __version__
 from megamcp.dataplane import wire
 from megamcp.dataplane.ports import Limits
+from megamcp.dataplane.protocol import (
+    CAPABILITIES_KEY,
+    CLIENT_KEY,
+    HANDLE_HEADER,
+    HANDSHAKE,
+    MODERN,
+    PROTOCOL_KEY,
+    Era,
+    Progress,
+    ToolCall,
+    UpstreamLost,
+    header_value,
+)
 from megamcp.dataplane.sse import SseReader
 from megamcp.errors import UpstreamError
 
 log = logging.getLogger(__name__)
 
-MODERN = "2026-07-28"
-HANDSHAKE = ("2025-11-25", "2025-06-18", "2025-03-26")
-HANDLE_HEADER = "MegaMCP-Handle"
-
-PROTOCOL_KEY = "io.modelcontextprotocol/protocolVersion"
-CLIENT_KEY = "io.modelcontextprotocol/clientInfo"
-CAPABILITIES_KEY = "io.modelcontextprotocol/clientCapabilities"
-
 _CLIENT = {"name": "megamcp", "version": __version__}
 _OWN_META = wire.encode({PROTOCOL_KEY: MODERN, CLIENT_KEY: _CLIENT, CAPABILITIES_KEY: {}})[1:-1]
 _RESUME_ATTEMPTS = 3
 _WRITE_AT_ONCE = 1 << 20
-
-Progress = Callable[[bytes], Awaitable[None]]
-"""Gets whole `notifications/progress` messages, with the client's own token."""
-
-
-class Era(StrEnum):
-    MODERN = "modern"
-    """2026-07-28: every request stands alone."""
-    HANDSHAKE = "handshake"
-    """2025-11-25 and before: initialize, then a session."""
-
-
-class UpstreamLost(UpstreamError):
-    """The connection broke. `sent` says whether the server may have seen the request."""
-
-    default_code = "tool_server_lost"
-
-    def __init__(self, message: str, *, sent: bool, code: str | None = None, hint: str | None = None) -> None:
-        super().__init__(message, code=code, hint=hint)
-        self.sent = sent
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A `tools/call` in the client's bytes. `meta` is its `_meta` object (empty: none), `modern` the era that
-    wrote it, `more` further members of params as JSON text (`,"key":value…`), `headers` those mirrored from
-    arguments, `progress_token` the token in `meta`."""
-
-    name: str
-    arguments: bytes
-    meta: bytes = b""
-    modern: bool = False
-    more: bytes = b""
-    headers: tuple[tuple[str, str], ...] = ()
-    progress_token: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -503,11 +471,3 @@ def _reply_in(envelope: wire.Envelope, number: bytes) -> wire.Reply | None:
     if envelope.error is not wire.ABSENT:
         return wire.Reply(bytes(envelope.error), failed=True)
     return None
-
-
-def header_value(value: str) -> str:
-    """A value as an HTTP field carries it: plain where that is safe, else the Base64 form of 2026-07-28."""
-    plain = value.isascii() and value.isprintable() and value == value.strip()
-    if plain and not value.startswith("=?base64?"):
-        return value
-    return "=?base64?" + binascii.b2a_base64(value.encode(), newline=False).decode() + "?="

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megamcp.dataplane import mirrored, wire
 from megamcp.dataplane.asgi import accepts, is_json, origin_allowed
+from megamcp.dataplane.protocol import header_value
 from megamcp.dataplane.sse import SseReader, sse_event
-from megamcp.dataplane.upstream import header_value
 from megamcp.errors import DeadlineExceeded
 
 SCHEMA = {

@@ -1,0 +1,62 @@
+"""What both sides of the data plane mean by the same names: revisions, keys of `_meta`, a tool call, a lost server.
+
+No behaviour but the encoding of header values.
+"""
+
+import binascii
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megamcp.errors import UpstreamError
+
+MODERN = "2026-07-28"
+HANDSHAKE = ("2025-11-25", "2025-06-18", "2025-03-26")
+HANDLE_HEADER = "MegaMCP-Handle"
+
+PROTOCOL_KEY = "io.modelcontextprotocol/protocolVersion"
+CLIENT_KEY = "io.modelcontextprotocol/clientInfo"
+CAPABILITIES_KEY = "io.modelcontextprotocol/clientCapabilities"
+
+Progress = Callable[[bytes], Awaitable[None]]
+"""Gets whole `notifications/progress` messages, with the client's own token."""
+
+
+class Era(StrEnum):
+    MODERN = "modern"
+    """2026-07-28: every request stands alone."""
+    HANDSHAKE = "handshake"
+    """2025-11-25 and before: initialize, then a session."""
+
+
+class UpstreamLost(UpstreamError):
+    """The connection broke. `sent` says whether the server may have seen the request."""
+
+    default_code = "tool_server_lost"
+
+    def __init__(self, message: str, *, sent: bool, code: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message, code=code, hint=hint)
+        self.sent = sent
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A `tools/call` in the client's bytes. `meta` is its `_meta` object (empty: none), `modern` the era that
+    wrote it, `more` further members of params as JSON text (`,"key":value…`), `headers` those mirrored from
+    arguments, `progress_token` the token in `meta`."""
+
+    name: str
+    arguments: bytes
+    meta: bytes = b""
+    modern: bool = False
+    more: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+    progress_token: bytes | None = None
+
+
+def header_value(value: str) -> str:
+    """A value as an HTTP field carries it: plain where that is safe, else the Base64 form of 2026-07-28."""
+    plain = value.isascii() and value.isprintable() and value == value.strip()
+    if plain and not value.startswith("=?base64?"):
+        return value
+    return "=?base64?" + binascii.b2a_base64(value.encode(), newline=False).decode() + "?="
