@@ -18,6 +18,7 @@ class Column:
     identity: str  # "", "a" (ALWAYS) or "d" (BY DEFAULT)
     sequence: str | None  # the sequence that an identity column draws from
     collation: str | None  # quoted, only where it differs from the type's
+    equal_class: str | None = None  # operator class for a key-led index, where there is one for the base type
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,13 @@ class Catalog:
 _COLUMNS = """
 select c.relname, a.attname, format_type(a.atttypid, a.atttypmod) as type, a.attnotnull, a.attidentity::text as identity,
        a.attgenerated::text as generated, pg_get_expr(d.adbin, d.adrelid) as expression,
+       (select 'megamcp.' || o.opcname from pg_opclass o where o.opcnamespace = 'megamcp'::regnamespace and o.opcname = case b.typname
+          when 'varchar' then 'text' else b.typname end || '_equal') as equal_class,
        case when a.attcollation <> t.typcollation then quote_ident(cn.nspname) || '.' || quote_ident(co.collname) end as collation,
        (select s.relname from pg_depend p join pg_class s on s.oid = p.objid and s.relkind = 'S'
         where p.refobjid = c.oid and p.refobjsubid = a.attnum and p.deptype = 'i' and p.classid = 'pg_class'::regclass limit 1) as sequence
 from pg_class c join pg_attribute a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
-join pg_type t on t.oid = a.atttypid
+join pg_type t on t.oid = a.atttypid join pg_type b on b.oid = coalesce(nullif(t.typbasetype, 0), t.oid)
 left join pg_attrdef d on d.adrelid = c.oid and d.adnum = a.attnum
 left join pg_collation co on co.oid = a.attcollation left join pg_namespace cn on cn.oid = co.collnamespace
 where c.relnamespace = $1::text::regnamespace and c.relkind = 'r' order by c.oid, a.attnum
@@ -194,6 +197,7 @@ async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
                 identity=row["identity"],
                 sequence=row["sequence"] if row["identity"] else None,
                 collation=row["collation"],
+                equal_class=row["equal_class"],
             )
         )
     keys: dict[str, list[Key]] = {}

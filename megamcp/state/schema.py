@@ -261,7 +261,13 @@ async def _passwords(conn: Any, state: SchemaState, tool: str, query: str) -> No
         f"alter role {ident(state.query_role)} password {literal(query)};"
         f"alter role {ident(state.tool_role)} set search_path = {path};"
         f"alter role {ident(state.query_role)} set search_path = {path};"
-        f"alter role {ident(state.query_role)} set default_transaction_read_only = on;"
+        # Many small subplans look dear enough for JIT, the working set is in memory, and a rollout's call should keep to one core.
+        + "".join(
+            f"alter role {ident(role)} set jit = off; alter role {ident(role)} set max_parallel_workers_per_gather = 0;"
+            f"alter role {ident(role)} set random_page_cost = 1.1;"
+            for role in (state.tool_role, state.query_role)
+        )
+        + f"alter role {ident(state.query_role)} set default_transaction_read_only = on;"
         f"alter role {ident(state.query_role)} set statement_timeout = '10s';"
     )
 

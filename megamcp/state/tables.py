@@ -1,12 +1,12 @@
 """SQL of the hidden tables of a state: one partitioned table, its base and delta, their indexes, the policy.
 
-Base holds layer 0 and never changes after load; delta holds every rollout's rows. Every delta index is led by the
-layer: an index led by the key makes the rows of other rollouts cost a hundred times. Constraints are not declared
+Base holds layer 0 and never changes after load; delta holds every rollout's rows. Every delta index that has an order
+is led by the layer: one led by the key makes the rows of other rollouts cost a hundred times. Constraints are not declared
 here, the triggers check them: a delta row need not satisfy what its chain doesn't show (a tombstone, an older row).
 """
 
 from megamcp.state.catalog import Catalog, Column, Index, Table
-from megamcp.state.names import DELETED, LAYER, STAMP, hidden, ident, idents
+from megamcp.state.names import DELETED, LAYER, OVER, STAMP, hidden, ident, idents
 
 CHAIN = "(select megamcp.chain_with_base())::bigint[]"
 VIEW_ROLE = "megamcp_view"
@@ -41,7 +41,8 @@ def create(state: str, visible: str, table: Table) -> str:
     return f"""
 create table {p} (
   {columns},
-  {LAYER} bigint not null, {DELETED} boolean not null default false, {STAMP} bigint not null default 0
+  {LAYER} bigint not null, {DELETED} boolean not null default false, {STAMP} bigint not null default 0,
+  {OVER} bigint not null default -1
 ) partition by list ({LAYER});
 create table {b} partition of {p} for values in (0);
 create table {d} partition of {p} default with (fillfactor = 90, autovacuum_analyze_scale_factor = 0.05,
@@ -51,7 +52,12 @@ insert into {b} ({names}, {LAYER}) select {names}, 0 from {ident(visible)}.{iden
 
 
 def indexes(state: str, catalog: Catalog, table: Table) -> str:
-    """Base: the environment's own indexes. Delta: the same, led by the layer. Both: one for each foreign key."""
+    """Base: the environment's own indexes and one for each foreign key. Delta: the same, led by the layer.
+
+    Keys and foreign keys get an index led by the key besides, where `state.sql` has operator classes for it: with 40
+    layers a probe in it costs 1.6 µs, in one led by the layer 19 µs. No ORDER BY can take it, so it never wades
+    through other rollouts' rows.
+    """
     b, d = base(state, table.name), delta(state, table.name)
     parts: list[str] = []
     led: set[tuple[str, ...]] = set()
@@ -59,19 +65,33 @@ def indexes(state: str, catalog: Catalog, table: Table) -> str:
         unique = "unique " if key.primary else ""
         nulls = " nulls not distinct" if key.nulls_equal else ""
         parts.append(f"create unique index on {b} ({idents(key.columns)}){nulls};")
-        parts.append(f"create {unique}index on {d} ({LAYER}, {idents(key.columns)});")
+        include = f" include ({OVER})" if key.primary else ""
+        parts.append(f"create {unique}index on {d} ({LAYER}, {idents(key.columns)}){include};")
         led.add(key.columns)
     for index in table.indexes:
         parts.extend(_plain_index(b, d, index))
         if index.predicate is None and index.method == "btree":
             led.add(index.columns)
-    for foreign in catalog.foreign_keys:
-        wanted = foreign.columns
-        if foreign.table == table.name and not any(have[: len(wanted)] == wanted for have in led):
+    foreign = [f.columns for f in catalog.foreign_keys if f.table == table.name]
+    for wanted in foreign:
+        if not any(have[: len(wanted)] == wanted for have in led):
             parts.append(f"create index on {b} ({idents(wanted)});")
-            parts.append(f"create index on {d} ({LAYER}, {idents(wanted)});")
+            if not _key_led(d, table, wanted):
+                parts.append(f"create index on {d} ({LAYER}, {idents(wanted)});")
             led.add(wanted)
+    # Last, so that they are the newest: between equal costs the planner takes the newest index.
+    for columns in dict.fromkeys([*(key.columns for key in table.keys), *foreign]):
+        parts.extend(_key_led(d, table, columns, OVER if columns == table.primary else None))
     return "\n".join(parts) + "\n"
+
+
+def _key_led(d: str, table: Table, columns: tuple[str, ...], include: str | None = None) -> list[str]:
+    classes = {column.name: column.equal_class for column in table.columns}
+    if not all(classes[name] for name in columns):
+        return []
+    items = ", ".join(f"{ident(name)} {classes[name]}" for name in columns)
+    tail = f" include ({include})" if include else ""
+    return [f"create index on {d} ({items}, {LAYER}){tail};"]
 
 
 def _plain_index(b: str, d: str, index: Index) -> list[str]:
@@ -85,16 +105,18 @@ def _plain_index(b: str, d: str, index: Index) -> list[str]:
 
 
 def policy(state: str, table: Table) -> str:
-    """What a chain sees of the table: base rows that no layer of the chain shadows, and the newest delta rows."""
+    """What a chain sees of the table: the rows of its layers that no other row of the chain replaces.
+
+    Equality alone, so that the planner may hash the replaced rows for a scan and probe the index for a few.
+    """
     p, d = parent(state, table.name), delta(state, table.name)
     row = ident(table.name)
-    shadowed = f"select from {d} _mm_n where _mm_n.{LAYER} = any ({CHAIN}) and {match('_mm_n', row, table.primary)}"
     return f"""
 alter table {p} enable row level security;
 create policy "~chain" on {p} for select to {VIEW_ROLE} using (
-  {LAYER} = any ({CHAIN}) and not {DELETED} and case when {LAYER} = 0
-    then not exists ({shadowed})
-    else not exists ({shadowed} and _mm_n.{LAYER} > {row}.{LAYER}) end
+  {LAYER} = any ({CHAIN}) and not {DELETED} and not exists (
+    select from {d} _mm_n where _mm_n.{LAYER} = any ({CHAIN}) and {match("_mm_n", row, table.primary)}
+    and _mm_n.{OVER} = {row}.{LAYER})
 );
 grant select on {p}, {d} to {VIEW_ROLE};
 """

@@ -16,8 +16,8 @@ from megamcp.state import clock, foreign_keys, probes
 from megamcp.state.catalog import Catalog, Column, Key, Table
 from megamcp.state.expressions import changed as differs
 from megamcp.state.expressions import over_new, over_sequences
-from megamcp.state.names import DELETED, LAYER, STAMP, body_quote, hidden, ident, idents, literal
-from megamcp.state.tables import delta
+from megamcp.state.names import DELETED, LAYER, OVER, STAMP, body_quote, hidden, ident, idents, literal
+from megamcp.state.tables import delta, match
 
 _HEAD = """language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan as"""
@@ -124,6 +124,11 @@ def _fixed_columns(catalog: Catalog, table: Table, update: bool) -> str:
     return "".join(lines)
 
 
+def _pattern(name: str) -> str:
+    """A regular expression that matches the name as it may be written in a statement."""
+    return "".join(c if c.isalnum() or c == "_" else f"\\{c}" if c.isascii() else c for c in name)
+
+
 def _column_trigger(state: str, visible: str, table: Table) -> str:
     """Refuses SET of a fixed column before any row is looked at, unless the command says DEFAULT somewhere."""
     columns = fixed(table)
@@ -131,8 +136,10 @@ def _column_trigger(state: str, visible: str, table: Table) -> str:
         return ""
     parts: list[str] = []
     for number, column in enumerate(columns):
+        # `set c = default` is allowed, and can only be told from the text; so is a default in a row of columns.
+        to_default = literal(rf'{_pattern(column.name)}"?\s*=\s*default\M|\)\s*=\s*(row\s*)?\(')
         body = f"""begin
-  if current_query() !~* '\\mdefault\\M' then
+  if current_query() !~* {to_default} then
     {_refused_value(column, update=True)}
   end if;
   return null;
@@ -195,14 +202,23 @@ def _unique(state: str, visible: str, table: Table, key: Key, *, but: bool, chan
 
 
 def _write(state: str, table: Table, record: str, deleted: bool, *, once: bool) -> str:
-    """Puts the row of `record` into the head; with `once`, leaves a row of this statement alone (FOUND is false)."""
+    """Puts the row of `record` into the head; with `once`, leaves a row of this statement alone (FOUND is false).
+
+    `once` is also what tells a row that was there before from a new one: the version it replaces is the newest one
+    of a lower layer, or the base's. A row that the head holds already keeps what it replaces.
+    """
     names, d = idents(table.names), delta(state, table.name)
     sets = [f"{ident(c)} = excluded.{ident(c)}" for c in table.names]
     sets += [f"{DELETED} = excluded.{DELETED}", f"{STAMP} = excluded.{STAMP}"]
     guard = f"\n    where _mm_d.{STAMP} <> excluded.{STAMP}" if once else ""
+    over = (
+        f"coalesce((select _mm_p.{LAYER} from {d} _mm_p where _mm_p.{LAYER} = any (_mm_chain) "
+        f"and _mm_p.{LAYER} < _mm_head and {match('_mm_p', record, table.primary)} "
+        f"order by _mm_p.{LAYER} desc limit 1), {0 if once else -1})"
+    )
     return (
-        f"  insert into {d} as _mm_d ({names}, {LAYER}, {DELETED}, {STAMP})\n"
-        f"  values ({idents(table.names, record)}, _mm_head, {'true' if deleted else 'false'}, _mm_stamp)\n"
+        f"  insert into {d} as _mm_d ({names}, {LAYER}, {DELETED}, {STAMP}, {OVER})\n"
+        f"  values ({idents(table.names, record)}, _mm_head, {'true' if deleted else 'false'}, _mm_stamp,\n    {over})\n"
         f"  on conflict ({LAYER}, {idents(table.primary)}) do update set {', '.join(sets)}{guard};\n"
     )
 
