@@ -27,6 +27,8 @@ def run(out: Output, *, data_dir: Path | None = None, url: str | None = None) ->
     tell = Narrator(out)
     try:
         asyncio.run(_run(tell, data_dir, url))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None  # SIGTERM; to the command line it is the same
     finally:
         tell.quiet()
 
