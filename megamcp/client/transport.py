@@ -31,22 +31,7 @@ CONNECT_S = 5.0
 KEEP_IDLE_S = 30.0
 """Less than what the gateway keeps an idle connection, so that none is used that it is about to close."""
 
-_BY_STATUS: dict[int, type[e.MegaMCPError]] = {
-    cls.status: cls
-    for cls in (
-        e.BadRequest,
-        e.Unauthorized,
-        e.NotFound,
-        e.Conflict,
-        e.Gone,
-        e.TooLarge,
-        e.Unprocessable,
-        e.NoCapacity,
-        e.UpstreamError,
-        e.Unavailable,
-        e.DeadlineExceeded,
-    )
-}
+_BY_STATUS = {cls.status: cls for cls in e.MegaMCPError.__subclasses__()}
 _BY_CODE: dict[str, type[e.MegaMCPError]] = {
     cls.default_code: cls for cls in (e.UnsupportedSchema, e.UnsupportedStatement)
 }
