@@ -40,6 +40,7 @@ class Reaper:
                 log.warning("reaper: %s", error)
             except Exception:
                 log.exception("reaper")
+            await self._store.connections.rest()
             await asyncio.sleep(self._settings.reap_interval_s)
 
     async def once(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Every query on the control plane's tables, each with a name and a sentence over it.
 
-A `Store` owns the process's connection pool. It turns PostgreSQL's errors into this project's tree at one place
-(`translated`), holds no state besides the pool, and decides nothing:
+A `Store` owns the process's connections. It turns PostgreSQL's errors into this project's tree at one place
+(`translate`), holds no state besides them, and decides nothing:
 when to fork, lock or reap is said in `rollouts.py`.
 """
 
@@ -9,11 +9,12 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import asyncpg
 
+from megamcp.connections import Connections
 from megamcp.errors import (
     BadRequest,
     Conflict,
@@ -305,11 +306,16 @@ def translate(error: BaseException) -> MegaMCPError | None:
             return Unavailable("The database is away.", code="database_unavailable", hint="Try again in a moment.")
         if state == "55P03":
             return DeadlineExceeded("The rollout is busy: another operation holds it.", code="rollout_busy")
-        if state == "22021":
+        if state in ("22021", "22P05"):
             return BadRequest("Text holds a NUL character, which PostgreSQL can't store.", code="nul_character")
+        if state[:2] == "22":  # every statement here is our own: only a value of the caller's can be at fault
+            return BadRequest(f"A value is out of range: {error}.", code="value_out_of_range")
     if isinstance(error, OSError | asyncpg.InterfaceError | TimeoutError):
         return Unavailable("The database is away.", code="database_unavailable", hint="Try again in a moment.")
     return None
+
+
+_FOREIGN = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError)
 
 
 @contextmanager
@@ -317,62 +323,38 @@ def translated() -> Any:
     """Raise this project's errors instead of PostgreSQL's."""
     try:
         yield
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
+    except _FOREIGN as error:
         known = translate(error)
         if known is None:
             raise
         raise known from error
 
 
-class _Connection(asyncpg.Connection):  # type: ignore[misc]
-    """Goes back to the pool without `RESET ALL` and its kin, which would double the round trips of most requests.
-
-    So the control plane never changes a session: settings are `set local`, advisory locks are the transaction's,
-    nothing listens. An open transaction is still rolled back.
-    """
-
-    def get_reset_query(self) -> str:
-        return ""
-
-
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The pool and the few ways to use it."""
+    """The connections and the few ways to use them."""
 
-    pool: asyncpg.Pool
+    connections: Connections
 
     @classmethod
     @asynccontextmanager
     async def open(cls, dsn: str, connections: int) -> AsyncIterator["Store"]:
-        """A store on its own pool; connections are made when they are needed and again after an outage."""
-        async with asyncpg.create_pool(
-            dsn,
-            min_size=1,
-            max_size=connections,
-            max_inactive_connection_lifetime=300,
-            init=_prepare,
-            reset=_tidy,
-            connection_class=_Connection,
-            server_settings={"application_name": "megamcp", "jit": "off", "lock_timeout": "30000"},
-        ) as pool:
-            yield cls(pool)
+        """A store on connections of its own, made when they are needed and again after an outage."""
+        settings = {"application_name": "megamcp", "jit": "off", "lock_timeout": "30000"}
+        async with Connections.open(dsn, connections, init=_prepare, settings=settings) as opened:
+            yield cls(opened)
 
     @asynccontextmanager
     async def connection(self, wait_s: float = 10) -> AsyncIterator[asyncpg.Connection]:
         """A connection of the control role. Raises `NoCapacity` when none gets free in `wait_s`."""
         with translated():
-            try:
-                connection = await self.pool.acquire(timeout=wait_s)
-            except TimeoutError as error:
-                raise NoCapacity(
-                    "All control connections are busy.",
-                    code="control_busy",
-                    hint="Raise MEGAMCP_CONTROL_CONNECTIONS, or send fewer requests at once.",
-                ) from error
+            connection = await self._take(wait_s)
+            clean = False
             try:
                 yield connection
+                clean = True
             finally:
-                await self.pool.release(connection)
+                await self.connections.give(connection, clean=clean)
 
     @asynccontextmanager
     async def transaction(self, wait_s: float = 10) -> AsyncIterator[asyncpg.Connection]:
@@ -382,19 +364,43 @@ class Store:
 
     async def row(self, query: str, *arguments: Any) -> asyncpg.Record | None:
         """First row of a query."""
-        async with self.connection() as connection:
-            return await connection.fetchrow(query, *arguments)
+        return await self._once("fetchrow", query, arguments)
 
     async def rows(self, query: str, *arguments: Any) -> Sequence[asyncpg.Record]:
         """All rows of a query."""
-        async with self.connection() as connection:
-            rows: Sequence[asyncpg.Record] = await connection.fetch(query, *arguments)
-            return rows
+        rows: Sequence[asyncpg.Record] = await self._once("fetch", query, arguments)
+        return rows
 
     async def value(self, query: str, *arguments: Any) -> Any:
         """First column of the first row."""
-        async with self.connection() as connection:
-            return await connection.fetchval(query, *arguments)
+        return await self._once("fetchval", query, arguments)
+
+    async def _once(self, fetch: str, query: str, arguments: Sequence[Any]) -> Any:
+        # Every tool call comes through here, twice: no context managers, which cost as much as the query does.
+        connection, clean = None, False
+        try:
+            connection = await self._take(10)
+            result = await getattr(connection, fetch)(query, *arguments)
+            clean = True
+        except _FOREIGN as error:
+            known = translate(error)
+            if known is None:
+                raise
+            raise known from error
+        finally:
+            if connection is not None:
+                await self.connections.give(connection, clean=clean)
+        return result
+
+    async def _take(self, wait_s: float) -> asyncpg.Connection:
+        try:
+            return await self.connections.take(wait_s)
+        except TimeoutError as error:
+            raise NoCapacity(
+                "All control connections are busy.",
+                code="control_busy",
+                hint="Raise MEGAMCP_CONTROL_CONNECTIONS, or send fewer requests at once.",
+            ) from error
 
 
 async def _prepare(connection: asyncpg.Connection) -> None:
@@ -424,8 +430,8 @@ def read_cursor(cursor: str | None) -> tuple[datetime | None, str | None]:
         return None, None
     created, _, rollout = cursor.partition("~")
     try:
-        return datetime.fromisoformat(created), rollout
-    except ValueError as error:
+        return datetime.fromisoformat(created).astimezone(UTC), rollout
+    except (ValueError, OverflowError) as error:
         raise BadRequest(
             "The cursor is not one of this gateway's.",
             code="invalid_cursor",
