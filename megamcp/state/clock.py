@@ -112,7 +112,7 @@ create function {v}.megamcp_draw() returns bytea language sql volatile return {s
 create function {v}.random() returns double precision language sql volatile
 return (('x' || encode(substr({s}."~draw"(), 1, 7), 'hex'))::bit(56) >> 3)::bigint::double precision / 9007199254740992;
 
-create function {s}."~below"(_span numeric) returns numeric language plpgsql volatile
+create function {s}."~below"(_span numeric) returns numeric language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp as $body$
 declare
   _bytes bytea := {s}."~draw"();
@@ -123,19 +123,19 @@ begin
   end loop;
   return mod(_wide, _span);
 end $body$;
-create function {v}.random(min integer, max integer) returns integer language plpgsql volatile
+create function {v}.random(min integer, max integer) returns integer language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp as $body$
 begin
   if min > max then raise exception 'lower bound must be less than or equal to upper bound' using errcode = '22023'; end if;
   return ({s}."~below"(max::numeric - min + 1) + min)::integer;
 end $body$;
-create function {v}.random(min bigint, max bigint) returns bigint language plpgsql volatile
+create function {v}.random(min bigint, max bigint) returns bigint language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp as $body$
 begin
   if min > max then raise exception 'lower bound must be less than or equal to upper bound' using errcode = '22023'; end if;
   return ({s}."~below"(max::numeric - min + 1) + min)::bigint;
 end $body$;
-create function {v}.random(min numeric, max numeric) returns numeric language plpgsql volatile
+create function {v}.random(min numeric, max numeric) returns numeric language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp as $body$
 declare
   _scale int := greatest(scale(min), scale(max));
@@ -144,7 +144,7 @@ begin
   return round({s}."~below"((max - min) * 10::numeric ^ _scale + 1) / 10::numeric ^ _scale + min, _scale);
 end $body$;
 create function {v}.random_normal(mean double precision default 0, stddev double precision default 1)
-returns double precision language plpgsql volatile set search_path = pg_catalog, pg_temp as $body$
+returns double precision language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $body$
 declare
   _a double precision := 1 - {v}.random();
   _b double precision := {v}.random();
@@ -231,7 +231,7 @@ create function {v}.nextval(sequence text) returns bigint language sql volatile
 return case {s}."~sequence"(sequence) {arms["nextval"]} else {s}."~missing"(sequence) end;
 create function {v}.setval(sequence text, value bigint, is_called boolean default true) returns bigint language sql volatile
 return case {s}."~sequence"(sequence) {arms["set"]} else {s}."~missing"(sequence) end;
-create function {v}.currval(sequence text) returns bigint language plpgsql volatile
+create function {v}.currval(sequence text) returns bigint language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp as $body$
 declare
   _setting text := case {s}."~sequence"(sequence) {arms["setting"]} end;
@@ -244,7 +244,7 @@ begin
   end if;
   return _value::bigint;
 end $body$;
-create function {v}.lastval() returns bigint language plpgsql volatile set search_path = pg_catalog, pg_temp as $body$
+create function {v}.lastval() returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $body$
 declare
   _value text := current_setting('megamcp.last', true);
 begin

@@ -183,13 +183,32 @@ def _action(
             columns = foreign.columns if update else foreign.set_columns or foreign.columns
             word = "null" if action == "n" else "default"
             sets = ", ".join(f"{ident(n)} = {word}" for n in columns)
-            return f"    update {view} _t set {sets} where {where};"
+            done = f"    update {view} _t set {sets} where {where};"
+            if action == "n":
+                return done
+            # A row whose key was the default keeps it, so nothing above looked for its parent again.
+            return f"{done}\n{_still_referenced(state, visible, catalog, foreign, olds)}"
+        case "r":
+            text = (
+                f'update or delete on table "{parent.name}" violates RESTRICT setting of foreign key constraint '
+                f'"{foreign.name}" on table "{child.name}"'
+            )
+            detail = _detail(foreign.parent_columns, "_o", f'is referenced from table "{child.name}".')
+            still = probes.child_row(state, child, foreign, olds)
+            return f"    if {still} then\n      {_raise(visible, foreign, '23001', text, detail)}\n    end if;"
+    return _still_referenced(state, visible, catalog, foreign, olds)
+
+
+def _still_referenced(
+    state: str, visible: str, catalog: Catalog, foreign: ForeignKey, olds: list[str]
+) -> str:
+    """NO ACTION: an error unless the referring rows are gone or the key has come back."""
+    child, parent = catalog.table(foreign.table), catalog.table(foreign.parent)
+    text = (
+        f'update or delete on table "{parent.name}" violates foreign key constraint "{foreign.name}" '
+        f'on table "{child.name}"'
+    )
     still = probes.child_row(state, child, foreign, olds)
-    if action == "r":
-        text = f'update or delete on table "{parent.name}" violates RESTRICT setting of foreign key constraint "{foreign.name}" on table "{child.name}"'
-        detail = _detail(foreign.parent_columns, "_o", f'is referenced from table "{child.name}".')
-        return f"    if {still} then\n      {_raise(visible, foreign, '23001', text, detail)}\n    end if;"
-    text = f'update or delete on table "{parent.name}" violates foreign key constraint "{foreign.name}" on table "{child.name}"'
     detail = _detail(foreign.parent_columns, "_o", f'is still referenced from table "{child.name}".')
     again = probes.parent_row(state, parent, foreign, olds)
     return f"    if {still} and not {again} then\n      {_raise(visible, foreign, '23503', text, detail)}\n    end if;"

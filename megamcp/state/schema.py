@@ -181,6 +181,7 @@ async def _compile(
     await conn.execute(
         "".join(views.defaults(s, v, table) for table in found.tables) + views.grants(s, v, found, tool, query)
     )
+    await _no_temporary_tables(conn, tool)
     state = SchemaState(name, tuple(TableInfo(t.name, t.names, t.primary) for t in found.tables))
     await conn.execute(f"comment on schema {ident(s)} is {literal(json.dumps(state.to_json()))}")
     for done, table in enumerate(found.tables):
@@ -252,6 +253,14 @@ async def _remake(conn: Any, v: str, found: catalog.Catalog) -> None:
         if await conn.fetchval("select to_regprocedure($1) is null", remake.name):
             await conn.execute(remake.definition)
         await conn.execute(f"alter function {remake.name} set search_path = {ident(v)}, pg_catalog, pg_temp")
+
+
+async def _no_temporary_tables(conn: Any, tool: str) -> None:
+    """A temporary table would outlive the call on a pooled connection and show in another rollout's calls."""
+    held = await conn.fetchval("select has_database_privilege($1, current_database(), 'temporary')", tool)
+    if held:
+        name = await conn.fetchval("select quote_ident(current_database())")
+        await conn.execute(f"revoke temporary on database {name} from public")
 
 
 async def _passwords(conn: Any, state: SchemaState, tool: str, query: str) -> None:

@@ -55,7 +55,7 @@ revoke all on function megamcp.bind(bigint[], bigint, bigint, timestamptz, boole
 create or replace function megamcp.verified(must_write boolean) returns text
 language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
 declare
-  given text := current_setting('megamcp.binding', true);
+  given text := coalesce(current_setting('megamcp.binding', true), '');  -- unset is null in a new session
   body text := left(given, -65);
 begin
   if encode(sha256(megamcp.secret() || convert_to(
