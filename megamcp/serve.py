@@ -6,6 +6,7 @@ when they die, and passes on the signal to stop. What is shared between workers 
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -130,6 +131,10 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        # What start-up made stays for good: no collection looks at it again. What a call makes is gone with it, so
+        # young garbage may gather for longer.
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
         if self.announce and not self.should_exit:
             log.info("%s %s", READY, self.announce)
 

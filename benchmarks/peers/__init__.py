@@ -1,1 +1,1 @@
-"""What the gateway is measured with and against: two small tool servers, and other gateways in environments of their own."""
+"""What the gateway is measured with and against: two small tool servers, and gateways in environments of their own."""

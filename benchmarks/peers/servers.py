@@ -25,7 +25,7 @@ class Running:
 
 @asynccontextmanager
 async def listening(*command: str) -> AsyncIterator[Running]:
-    """Runs a command, `{port}` replaced by a free port, until the block is left. Raises RuntimeError when it ends first."""
+    """Runs a command, `{port}` replaced by a free port, until the block is left. RuntimeError: it ended at once."""
     port = _free_port()
     arguments = [part.replace(PORT, str(port)) for part in command]
     process = await asyncio.create_subprocess_exec(
