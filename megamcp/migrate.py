@@ -10,9 +10,6 @@ import secrets
 from pathlib import Path
 
 import asyncpg
-from sqlalchemy import pool
-from sqlalchemy.engine import Connection
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from megamcp.errors import Unprocessable
 from megamcp.handles import Signer
@@ -80,8 +77,12 @@ async def _check_rights(connection: asyncpg.Connection) -> None:
 
 
 async def _run_revisions(dsn: str) -> None:
+    # Here, because a start with nothing to do is quicker without them.
     from alembic import command
     from alembic.config import Config
+    from sqlalchemy import pool
+    from sqlalchemy.engine import Connection
+    from sqlalchemy.ext.asyncio import create_async_engine
 
     config = Config()
     config.set_main_option("script_location", str(migrations_folder()))
