@@ -7,6 +7,8 @@ built-in carries its schema. This module only reads; `refuse` judges and `tables
 from dataclasses import dataclass
 from typing import Any
 
+from megamcp.state.queries import named
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -113,62 +115,7 @@ class Catalog:
         return next(table for table in self.tables if table.name == name)
 
 
-_COLUMNS = """
-select c.relname, a.attname, format_type(a.atttypid, a.atttypmod) as type, a.attnotnull, a.attidentity::text as identity,
-       a.attgenerated::text as generated, pg_get_expr(d.adbin, d.adrelid) as expression,
-       (select 'megamcp.' || o.opcname from pg_opclass o where o.opcnamespace = 'megamcp'::regnamespace and o.opcname = case b.typname
-          when 'varchar' then 'text' else b.typname end || '_equal') as equal_class,
-       case when a.attcollation <> t.typcollation then quote_ident(cn.nspname) || '.' || quote_ident(co.collname) end as collation,
-       (select s.relname from pg_depend p join pg_class s on s.oid = p.objid and s.relkind = 'S'
-        where p.refobjid = c.oid and p.refobjsubid = a.attnum and p.deptype = 'i' and p.classid = 'pg_class'::regclass limit 1) as sequence
-from pg_class c join pg_attribute a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
-join pg_type t on t.oid = a.atttypid join pg_type b on b.oid = coalesce(nullif(t.typbasetype, 0), t.oid)
-left join pg_attrdef d on d.adrelid = c.oid and d.adnum = a.attnum
-left join pg_collation co on co.oid = a.attcollation left join pg_namespace cn on cn.oid = co.collnamespace
-where c.relnamespace = $1::text::regnamespace and c.relkind = 'r' order by c.oid, a.attnum
-"""
-_INDEXES = """
-select c.relname as table, i.relname as name, x.indisunique, x.indisprimary, x.indnullsnotdistinct, am.amname as method,
-       pg_get_expr(x.indpred, x.indrelid) as predicate, x.indnkeyatts,
-       array(select pg_get_indexdef(x.indexrelid, n, true) from generate_series(1, x.indnatts) n) as items,
-       array(select case when o.opcdefault then '' else quote_ident(n.nspname) || '.' || quote_ident(o.opcname) end
-             from unnest(x.indclass::oid[]) with ordinality u(id, n2) join pg_opclass o on o.oid = u.id
-             join pg_namespace n on n.oid = o.opcnamespace order by n2) as opclasses,
-       x.indoption::int2[] as options,
-       array(select coalesce(a.attname, '') from unnest(x.indkey::int2[]) with ordinality k(attnum, n)
-             left join pg_attribute a on a.attrelid = x.indrelid and a.attnum = k.attnum and k.attnum > 0 order by n) as columns
-from pg_index x join pg_class i on i.oid = x.indexrelid join pg_class c on c.oid = x.indrelid join pg_am am on am.oid = i.relam
-where c.relnamespace = $1::text::regnamespace and c.relkind = 'r' order by x.indexrelid
-"""
-_CHECKS = """
-select c.relname as table, n.conname as name, pg_get_expr(n.conbin, n.conrelid) as expression
-from pg_constraint n join pg_class c on c.oid = n.conrelid
-where c.relnamespace = $1::text::regnamespace and n.contype = 'c' order by n.conname collate "C"
-"""
-_FOREIGN_KEYS = """
-select n.conname as name, c.relname as table, p.relname as parent, n.confupdtype::text as on_update, n.confdeltype::text as on_delete,
-  array(select a.attname from unnest(n.conkey) with ordinality k(num, o) join pg_attribute a on a.attrelid = n.conrelid and a.attnum = k.num order by o) as columns,
-  array(select a.attname from unnest(n.confkey) with ordinality k(num, o) join pg_attribute a on a.attrelid = n.confrelid and a.attnum = k.num order by o) as parent_columns,
-  array(select a.attname from unnest(n.confdelsetcols) with ordinality k(num, o) join pg_attribute a on a.attrelid = n.conrelid and a.attnum = k.num order by o) as set_columns
-from pg_constraint n join pg_class c on c.oid = n.conrelid join pg_class p on p.oid = n.confrelid
-where c.relnamespace = $1::text::regnamespace and n.contype = 'f' order by n.oid
-"""
-_SEQUENCES = """
-select c.relname as name, s.seqstart, s.seqincrement, s.seqmin, s.seqmax, s.seqcycle
-from pg_sequence s join pg_class c on c.oid = s.seqrelid where c.relnamespace = $1::text::regnamespace order by c.oid
-"""
-_REMAKES = """
-select c.oid::bigint as oid, 'view' as kind, c.relname::text as name,
-  format('create view %I.%I (%s) %s as %s', n.nspname, c.relname,
-    (select string_agg(quote_ident(a.attname), ', ' order by a.attnum) from pg_attribute a where a.attrelid = c.oid and a.attnum > 0),
-    case when c.reloptions is null then '' else 'with (' || array_to_string(c.reloptions, ', ') || ')' end,
-    rtrim(pg_get_viewdef(c.oid), ';')) as definition
-from pg_class c join pg_namespace n on n.oid = c.relnamespace where n.nspname = $1::text and c.relkind = 'v'
-union all
-select p.oid::bigint, 'function', p.oid::regprocedure::text, pg_get_functiondef(p.oid)
-from pg_proc p where p.pronamespace = $1::text::regnamespace and p.prokind = 'f' and not (p.oid = any ($2::oid[]))
-order by 1
-"""
+_SQL = named("catalog.sql")
 
 
 def _index_item(row: Any, n: int) -> str:
@@ -185,7 +132,7 @@ def _index_item(row: Any, n: int) -> str:
 async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
     """Reads the tables, keys, sequences, views and functions of `schema`; `ours` are functions to leave out."""
     columns: dict[str, list[Column]] = {}
-    for row in await conn.fetch(_COLUMNS, schema):
+    for row in await conn.fetch(_SQL["columns"], schema):
         generated = row["expression"] if row["generated"] else None
         columns.setdefault(row["relname"], []).append(
             Column(
@@ -202,7 +149,7 @@ async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
         )
     keys: dict[str, list[Key]] = {}
     indexes: dict[str, list[Index]] = {}
-    for row in await conn.fetch(_INDEXES, schema):
+    for row in await conn.fetch(_SQL["indexes"], schema):
         size, names = row["indnkeyatts"], list(row["columns"])
         if row["indisunique"]:
             keys.setdefault(row["table"], []).append(
@@ -225,7 +172,7 @@ async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
             )
         )
     checks: dict[str, list[Check]] = {}
-    for row in await conn.fetch(_CHECKS, schema):
+    for row in await conn.fetch(_SQL["checks"], schema):
         checks.setdefault(row["table"], []).append(Check(row["name"], row["expression"]))
     tables = tuple(
         Table(
@@ -252,16 +199,16 @@ async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
                 on_delete=row["on_delete"],
                 set_columns=tuple(row["set_columns"]),
             )
-            for number, row in enumerate(await conn.fetch(_FOREIGN_KEYS, schema), 1)
+            for number, row in enumerate(await conn.fetch(_SQL["foreign_keys"], schema), 1)
         ),
         sequences=await _sequences(conn, schema),
-        remakes=tuple(Remake(**dict(row)) for row in await conn.fetch(_REMAKES, schema, ours)),
+        remakes=tuple(Remake(**dict(row)) for row in await conn.fetch(_SQL["remakes"], schema, ours)),
     )
 
 
 async def _sequences(conn: Any, schema: str) -> tuple[Sequence, ...]:
     found: list[Sequence] = []
-    for number, row in enumerate(await conn.fetch(_SEQUENCES, schema), 1):
+    for number, row in enumerate(await conn.fetch(_SQL["sequences"], schema), 1):
         name = '"' + row["name"].replace('"', '""') + '"'
         last, called = await conn.fetchrow(f'select last_value, is_called from "{schema}".{name}')
         found.append(

@@ -19,7 +19,7 @@ def _columns(table: Table, alias: str) -> str:
 
 
 def _hash(state: str, table: Table, alias: str) -> str:
-    return f"{ident(state)}.\"~hash\"({literal(table.name)} || chr(31) || row({_columns(table, alias)})::text)"
+    return f'{ident(state)}."~hash"({literal(table.name)} || chr(31) || row({_columns(table, alias)})::text)'
 
 
 def below(state: str, table: Table, row: str, layers: str, columns: str) -> str:
@@ -31,7 +31,8 @@ def below(state: str, table: Table, row: str, layers: str, columns: str) -> str:
     names = idents(table.names)
     return f"""(select {columns} from (
       select * from (
-        (select {names}, {DELETED} from {d} _mm_p where _mm_p.{LAYER} = any ({layers}) and {match("_mm_p", row, table.primary)}
+        (select {names}, {DELETED} from {d} _mm_p
+         where _mm_p.{LAYER} = any ({layers}) and {match("_mm_p", row, table.primary)}
          order by _mm_p.{LAYER} desc limit 1)
         union all
         select {names}, {DELETED} from {b} _mm_p where {match("_mm_p", row, table.primary)}
@@ -54,7 +55,8 @@ def freeze(state: str, tables: tuple[Table, ...]) -> str:
         for t in tables
     )
     return f"""
-create function {s}."~hash"(_row text) returns numeric language plpgsql immutable set search_path = pg_catalog, pg_temp as $body$
+create function {s}."~hash"(_row text) returns numeric
+language plpgsql immutable set search_path = pg_catalog, pg_temp as $body$
 declare
   _bytes bytea := substr(sha256(convert_to(_row, 'UTF8')), 1, 16);
   _high bigint := ('x' || encode(substr(_bytes, 1, 8), 'hex'))::bit(64)::bigint;
@@ -92,7 +94,8 @@ def diff(state: str, table: Table, limit: int) -> str:
     return f"""
 with _mm_k as (
   select distinct {key} from {d} where {LAYER} = any (
-    select unnest($1::bigint[]) except select unnest($2::bigint[]) union (select unnest($2::bigint[]) except select unnest($1::bigint[])))
+    (select unnest($1::bigint[]) except select unnest($2::bigint[]))
+    union (select unnest($2::bigint[]) except select unnest($1::bigint[])))
 ), _mm_c as materialized (select {key} from _mm_k where {same})
 select {before} as before, {after} as after, (select count(*) from _mm_c) as total
 from (select * from _mm_c order by {key} limit {limit}) _mm_k

@@ -9,7 +9,6 @@ from postgast import pg_query_pb2 as pb
 from megamcp.state.catalog import Table
 from megamcp.state.names import ident
 
-
 # Types whose `=` is equality of bytes, so that IS DISTINCT FROM tells every change.
 _BYTEWISE = re.compile(
     r"(smallint|integer|bigint|oid|boolean|text|uuid|date|bytea|character varying(\(\d+\))?"

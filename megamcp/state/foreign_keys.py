@@ -99,7 +99,8 @@ begin
   _done := set_config('megamcp.draining', 'on', true);
   loop
     delete from {s}."~queue" q where q.id = (
-      select w.id from {s}."~queue" w where w.backend = pg_backend_pid() order by w.id limit 1) returning q.* into _event;
+      select w.id from {s}."~queue" w where w.backend = pg_backend_pid() order by w.id limit 1)
+    returning q.* into _event;
     exit when not found;
 {calls}  end loop;
   _done := set_config('megamcp.draining', '', true);
@@ -132,9 +133,7 @@ def _event_function(state: str, visible: str, catalog: Catalog, foreign: Foreign
         f'insert or update on table "{child.name}" violates foreign key constraint "{foreign.name}"',
         _detail(foreign.columns, "_c", f'is not present in table "{parent.name}".'),
     )
-    current = " and ".join(
-        f"_t.{ident(n)} = _c.{ident(n)}" for n in dict.fromkeys((*child.primary, *foreign.columns))
-    )
+    current = " and ".join(f"_t.{ident(n)} = _c.{ident(n)}" for n in dict.fromkeys((*child.primary, *foreign.columns)))
     values = [f"_c.{ident(n)}" for n in foreign.columns]
     body = f"""#variable_conflict use_column
 declare
@@ -165,9 +164,7 @@ end"""
     )
 
 
-def _action(
-    state: str, visible: str, catalog: Catalog, foreign: ForeignKey, action: str, *, update: bool
-) -> str:
+def _action(state: str, visible: str, catalog: Catalog, foreign: ForeignKey, action: str, *, update: bool) -> str:
     child, parent = catalog.table(foreign.table), catalog.table(foreign.parent)
     view = f"{ident(visible)}.{ident(child.name)}"
     olds = [f"_o.{ident(n)}" for n in foreign.parent_columns]
@@ -199,9 +196,7 @@ def _action(
     return _still_referenced(state, visible, catalog, foreign, olds)
 
 
-def _still_referenced(
-    state: str, visible: str, catalog: Catalog, foreign: ForeignKey, olds: list[str]
-) -> str:
+def _still_referenced(state: str, visible: str, catalog: Catalog, foreign: ForeignKey, olds: list[str]) -> str:
     """NO ACTION: an error unless the referring rows are gone or the key has come back."""
     child, parent = catalog.table(foreign.table), catalog.table(foreign.parent)
     text = (
@@ -212,5 +207,3 @@ def _still_referenced(
     detail = _detail(foreign.parent_columns, "_o", f'is still referenced from table "{child.name}".')
     again = probes.parent_row(state, parent, foreign, olds)
     return f"    if {still} and not {again} then\n      {_raise(visible, foreign, '23503', text, detail)}\n    end if;"
-
-

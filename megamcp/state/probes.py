@@ -13,9 +13,7 @@ from megamcp.state.tables import base, delta, match
 
 def _equal(alias: str, columns: Sequence[str], values: Sequence[str], nulls_equal: bool = False) -> str:
     form = "({c} = {v} or ({c} is null and {v} is null))" if nulls_equal else "{c} = {v}"
-    return " and ".join(
-        form.format(c=f"{alias}.{ident(c)}", v=v) for c, v in zip(columns, values, strict=True)
-    )
+    return " and ".join(form.format(c=f"{alias}.{ident(c)}", v=v) for c, v in zip(columns, values, strict=True))
 
 
 def by_key(state: str, table: Table, values: Sequence[str]) -> str:
@@ -41,13 +39,16 @@ def by_columns(
     b, d = base(state, table.name), delta(state, table.name)
     other = f" and not ({match('_mm_d', but, table.primary)})" if but else ""
     other_base = f" and not ({match('_mm_b', but, table.primary)})" if but else ""
+    chained = f"{LAYER} = any (_mm_chain)"
+    own = f"{_equal('_mm_b', columns, values, nulls_equal)}{other_base}"
+    written = f"{_equal('_mm_d', columns, values, nulls_equal)}{other}"
+    newer = f"_mm_n.{LAYER} > _mm_d.{LAYER} and {match('_mm_n', '_mm_d', table.primary)}"
+    shadow = match("_mm_n", "_mm_b", table.primary)
     return (
-        f"(exists (select from {b} _mm_b where {_equal('_mm_b', columns, values, nulls_equal)}{other_base} and not exists ("
-        f"select from {d} _mm_n where _mm_n.{LAYER} = any (_mm_chain) and {match('_mm_n', '_mm_b', table.primary)}))\n"
-        f"    or exists (select from {d} _mm_d where _mm_d.{LAYER} = any (_mm_chain) and not _mm_d.{DELETED} and "
-        f"{_equal('_mm_d', columns, values, nulls_equal)}{other} and not exists (select from {d} _mm_n "
-        f"where _mm_n.{LAYER} = any (_mm_chain) and _mm_n.{LAYER} > _mm_d.{LAYER} and "
-        f"{match('_mm_n', '_mm_d', table.primary)})))"
+        f"(exists (select from {b} _mm_b where {own} and not exists (\n"
+        f"      select from {d} _mm_n where _mm_n.{chained} and {shadow}))\n"
+        f"    or exists (select from {d} _mm_d where _mm_d.{chained} and not _mm_d.{DELETED} and {written} and not exists (\n"
+        f"      select from {d} _mm_n where _mm_n.{chained} and {newer})))"
     )
 
 

@@ -14,13 +14,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from importlib.resources import files
 from typing import Any
 
 from megamcp.errors import UnsupportedSchema
 from megamcp.state import catalog, digests, foreign_keys, refuse, tables, triggers, views
 from megamcp.state import clock as clocks
-from megamcp.state.names import LAYER, hidden, ident, idents, literal
+from megamcp.state.names import LAYER, hidden, ident, literal
+from megamcp.state.queries import text
 from megamcp.state.tables import VIEW_ROLE
 
 COMPILER_VERSION = 1
@@ -38,7 +38,7 @@ class TableInfo:
 
 @dataclass(frozen=True, slots=True)
 class SchemaState:
-    """What load() made. `hash` names it: schemas s_<hash> and v_<hash>, roles megamcp_tool_<hash>, megamcp_query_<hash>."""
+    """What load() made. `hash` names schemas s_<hash>, v_<hash> and roles megamcp_tool_<hash>, megamcp_query_<hash>."""
 
     hash: str
     tables: tuple[TableInfo, ...]
@@ -66,9 +66,7 @@ class SchemaState:
     def from_json(cls, document: dict[str, Any]) -> "SchemaState":
         return cls(
             hash=document["hash"],
-            tables=tuple(
-                TableInfo(t["name"], tuple(t["columns"]), tuple(t["primary"])) for t in document["tables"]
-            ),
+            tables=tuple(TableInfo(t["name"], tuple(t["columns"]), tuple(t["primary"])) for t in document["tables"]),
         )
 
 
@@ -99,7 +97,7 @@ class TableDiff:
 
 def state_sql() -> str:
     """SQL of the functions that all states share (schema megamcp); safe to run again."""
-    return files("megamcp.state").joinpath("sql/state.sql").read_text()
+    return text("state.sql")
 
 
 def content_hash(ddl: str, seeds: Sequence[str], clock_at: datetime, seed: int) -> str:
@@ -125,7 +123,7 @@ async def load(
         await conn.execute("select pg_advisory_xact_lock(hashtextextended($1, 0))", f"megamcp state {name}")
         state = await _find(conn, name)
         if state is None:
-            statements = [refuse.prepare(ddl, "schema"), *(refuse.prepare(text, "seed") for text in seeds)]
+            statements = [refuse.prepare(ddl, "schema"), *(refuse.prepare(one, "seed") for one in seeds)]
             problems = [problem for prepared in statements for problem in prepared.problems]
             if problems:
                 raise refused(problems)
@@ -144,10 +142,10 @@ def refused(problems: Sequence[refuse.Problem]) -> UnsupportedSchema:
 
 
 async def _find(conn: Any, name: str) -> SchemaState | None:
-    text = await conn.fetchval(
+    found = await conn.fetchval(
         "select obj_description(n.oid, 'pg_namespace') from pg_namespace n where nspname = $1", f"s_{name}"
     )
-    return SchemaState.from_json(json.loads(text)) if text else None
+    return SchemaState.from_json(json.loads(found)) if found else None
 
 
 async def _compile(
@@ -167,13 +165,16 @@ async def _compile(
         + f"grant {VIEW_ROLE} to current_user; create schema {ident(s)}; create schema {ident(v)};"
         + clocks.core(s, v)
     )
-    ours = [row["oid"] for row in await conn.fetch("select oid from pg_proc where pronamespace = $1::text::regnamespace", v)]
+    ours = [
+        row["oid"] for row in await conn.fetch("select oid from pg_proc where pronamespace = $1::text::regnamespace", v)
+    ]
     await conn.execute("select megamcp.bind('{}', 0, $1, $2, true)", seed, clock_at)
     await _run(conn, s, v, statements, progress)
     found = await _introspect(conn, v, ours)
     await _build(conn, s, v, found, progress)
     await conn.execute(
-        triggers.core(s) + "".join(triggers.create(s, v, found, table) for table in found.tables)
+        triggers.core(s)
+        + "".join(triggers.create(s, v, found, table) for table in found.tables)
         + foreign_keys.drain(s, v, found)
         + digests.freeze(s, found.tables)
     )
@@ -190,13 +191,12 @@ async def _compile(
     return state
 
 
-async def _run(
-    conn: Any, s: str, v: str, statements: Sequence["refuse.Prepared"], progress: Progress
-) -> None:
+async def _run(conn: Any, s: str, v: str, statements: Sequence["refuse.Prepared"], progress: Progress) -> None:
     """The environment's own SQL, as a role that owns nothing outside v_<h>."""
     shared = ('~draw"()', '~now"()', '~below"(numeric)', '~uuid"(bytea, int)')
     await conn.execute(
-        f"grant usage, create on schema {ident(v)} to {VIEW_ROLE}; grant usage on schema megamcp, {ident(s)} to {VIEW_ROLE};"
+        f"grant usage, create on schema {ident(v)} to {VIEW_ROLE};"
+        f"grant usage on schema megamcp, {ident(s)} to {VIEW_ROLE};"
         + "".join(f'grant execute on function {ident(s)}."{f} to {VIEW_ROLE};' for f in shared)
         + f"grant execute on function megamcp.prf(bigint, bigint) to {VIEW_ROLE};"
         + f"set local role {VIEW_ROLE}; set local search_path = {ident(v)}, pg_catalog;"
@@ -270,7 +270,7 @@ async def _passwords(conn: Any, state: SchemaState, tool: str, query: str) -> No
         f"alter role {ident(state.query_role)} password {literal(query)};"
         f"alter role {ident(state.tool_role)} set search_path = {path};"
         f"alter role {ident(state.query_role)} set search_path = {path};"
-        # Many small subplans look dear enough for JIT, the working set is in memory, and a rollout's call should keep to one core.
+        # Many small subplans look dear enough for JIT, the working set is in memory, a call should keep to one core.
         + "".join(
             f"alter role {ident(role)} set jit = off; alter role {ident(role)} set max_parallel_workers_per_gather = 0;"
             f"alter role {ident(role)} set random_page_cost = 1.1;"
@@ -298,9 +298,7 @@ async def digest(conn: Any, state: SchemaState, chain: Sequence[int]) -> int:
     return total % MODULUS
 
 
-async def diff(
-    conn: Any, state: SchemaState, a: Sequence[int], b: Sequence[int], limit: int
-) -> dict[str, TableDiff]:
+async def diff(conn: Any, state: SchemaState, a: Sequence[int], b: Sequence[int], limit: int) -> dict[str, TableDiff]:
     """Rows whose effective value differs between chains `a` and `b`, for each table that has any."""
     found: dict[str, TableDiff] = {}
     for info in state.tables:

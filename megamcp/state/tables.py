@@ -1,8 +1,9 @@
 """SQL of the hidden tables of a state: one partitioned table, its base and delta, their indexes, the policy.
 
-Base holds layer 0 and never changes after load; delta holds every rollout's rows. Every delta index that has an order
-is led by the layer: one led by the key makes the rows of other rollouts cost a hundred times. Constraints are not declared
-here, the triggers check them: a delta row need not satisfy what its chain doesn't show (a tombstone, an older row).
+Base holds layer 0 and never changes after load; delta holds every rollout's rows. Every delta index that an
+ORDER BY may take is led by the layer: led by the key, the rows of other rollouts cost a hundred times. Constraints
+are not declared here, the triggers check them: a delta row need not satisfy what its chain doesn't show (a
+tombstone, an older row). A delta row names the layer of the version it replaces, so that visibility is equality.
 """
 
 from megamcp.state.catalog import Catalog, Column, Index, Table

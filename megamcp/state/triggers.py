@@ -90,10 +90,7 @@ def _refused_value(column: Column, update: bool) -> str:
     if not update:
         text = f'cannot insert a non-DEFAULT value into column "{column.name}"'
         hint = ", hint = 'Use OVERRIDING SYSTEM VALUE to override.'" if column.identity else ""
-    return (
-        f"raise exception using errcode = '428C9', message = {literal(text)}, "
-        f"detail = {literal(detail)}{hint};"
-    )
+    return f"raise exception using errcode = '428C9', message = {literal(text)}, detail = {literal(detail)}{hint};"
 
 
 def unset_setting(table: Table, column: Column) -> str:
@@ -162,12 +159,8 @@ def _row_checks(visible: str, table: Table) -> str:
             lines.append(f"  if new.{ident(column.name)} is null then\n    {raised}\n  end if;\n")
     for check in table.checks:
         text = f'new row for relation "{table.name}" violates check constraint "{check.name}"'
-        raised = _violation(
-            visible, table, "23514", literal(text), _failing_row(table), constraint=check.name
-        )
-        lines.append(
-            f"  if ({over_new(check.expression, table.names)}) is false then\n    {raised}\n  end if;\n"
-        )
+        raised = _violation(visible, table, "23514", literal(text), _failing_row(table), constraint=check.name)
+        lines.append(f"  if ({over_new(check.expression, table.names)}) is false then\n    {raised}\n  end if;\n")
     return "".join(lines)
 
 
@@ -218,7 +211,7 @@ def _write(state: str, table: Table, record: str, deleted: bool, *, once: bool) 
     )
     return (
         f"  insert into {d} as _mm_d ({names}, {LAYER}, {DELETED}, {STAMP}, {OVER})\n"
-        f"  values ({idents(table.names, record)}, _mm_head, {'true' if deleted else 'false'}, _mm_stamp,\n    {over})\n"
+        f"  values ({idents(table.names, record)}, _mm_head, {str(deleted).lower()}, _mm_stamp,\n    {over})\n"
         f"  on conflict ({LAYER}, {idents(table.primary)}) do update set {', '.join(sets)}{guard};\n"
     )
 
@@ -254,9 +247,7 @@ def _update_body(state: str, visible: str, catalog: Catalog, table: Table) -> st
     same = _write(state, table, "new", False, once=True) + _TOUCHED
     same += "".join(_unique(state, visible, table, key, but=True, changed=True) for key in rest)
     moved = _write(state, table, "old", True, once=True) + _TOUCHED
-    moved += "".join(
-        _unique(state, visible, table, key, but=False, changed=not key.primary) for key in table.keys
-    )
+    moved += "".join(_unique(state, visible, table, key, but=False, changed=not key.primary) for key in table.keys)
     moved += _write(state, table, "new", False, once=False)
     return (
         _fixed_columns(catalog, table, update=True)
@@ -299,11 +290,11 @@ def create(state: str, visible: str, catalog: Catalog, table: Table) -> str:
         parts.append(
             f'create trigger "~{event}" instead of {event} on {view} for each row execute function {function};\n'
         )
-    for moment in ("before", "after"):
-        parts.append(
-            f'create trigger "~{moment}" {moment} insert or update or delete on {view} '
-            f"for each statement execute function {s}.\"~{moment}\"('{table.number}');\n"
-        )
+    parts.extend(
+        f'create trigger "~{moment}" {moment} insert or update or delete on {view} '
+        f"for each statement execute function {s}.\"~{moment}\"('{table.number}');\n"
+        for moment in ("before", "after")
+    )
     parts.append(_column_trigger(state, visible, table))
     return "".join(parts)
 
@@ -314,7 +305,7 @@ def default_of(state: str, table: Table, column: Column) -> str | None:
         call = clock.next_value(state, column.sequence)
         return call if column.type == "bigint" else f"{call}::{column.type}"
     if column.generated is not None:
-        return f"{ident(state)}.\"~unset\"({literal(unset_setting(table, column))})::{column.type}"
+        return f'{ident(state)}."~unset"({literal(unset_setting(table, column))})::{column.type}'
     if column.default is None:
         return None
     return over_sequences(column.default, lambda name: (state, hidden(name, "next")))

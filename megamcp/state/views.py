@@ -5,7 +5,8 @@ chain_with_base(), which the policies call as the querying role. The environment
 """
 
 from megamcp.state.catalog import Catalog, Table
-from megamcp.state.names import ident, idents, literal
+from megamcp.state.clock import next_value
+from megamcp.state.names import hidden, ident, idents, literal
 from megamcp.state.tables import VIEW_ROLE, parent
 from megamcp.state.triggers import default_of
 
@@ -63,13 +64,8 @@ grant execute on function {s}."~draw"(), {s}."~now"(), {s}."~below"(numeric), {s
 
 
 def _sequence_grants(state: str, catalog: Catalog, roles: str) -> list[str]:
-    from megamcp.state.clock import next_value
-    from megamcp.state.names import hidden
-
-    found: list[str] = []
-    for sequence in catalog.sequences:
-        found.append(f"grant execute on function {next_value(state, sequence.name)} to {roles};\n")
-        found.append(
-            f"grant execute on function {ident(state)}.{ident(hidden(sequence.name, 'set'))}(bigint, boolean) to {roles};\n"
-        )
-    return found
+    calls = [next_value(state, sequence.name) for sequence in catalog.sequences]
+    calls += [
+        f"{ident(state)}.{ident(hidden(sequence.name, 'set'))}(bigint, boolean)" for sequence in catalog.sequences
+    ]
+    return [f"grant execute on function {call} to {roles};\n" for call in calls]

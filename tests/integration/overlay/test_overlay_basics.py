@@ -12,7 +12,8 @@ create table orders (
 );
 create index on orders (status);
 create table lines (
-  order_id bigint references orders on delete cascade, n int, qty int not null check (qty > 0), price numeric(10,2) not null,
+  order_id bigint references orders on delete cascade, n int, qty int not null check (qty > 0),
+  price numeric(10,2) not null,
   total numeric generated always as (qty * price) stored, primary key (order_id, n)
 );
 """
@@ -33,7 +34,11 @@ async def test_two_rollouts_write_apart(world):
     assert await a.run("select customer from orders where id = 101") == [(3,)]
     assert await b.run("select customer from orders where id = 101") == [(4,)]
     assert await a.status("update orders set status = 'cancelled' where id in (1, 2, 101)") == "UPDATE 3"
-    assert await a.run("select id, status from orders where id < 4 order by id") == [(1, "cancelled"), (2, "cancelled"), (3, "paid")]
+    assert await a.run("select id, status from orders where id < 4 order by id") == [
+        (1, "cancelled"),
+        (2, "cancelled"),
+        (3, "paid"),
+    ]
     assert await b.run("select count(*) from orders where status = 'cancelled'") == [(0,)]
     assert await a.status("delete from orders where id = 5") == "DELETE 1"
     assert await a.run("select count(*) from lines where order_id = 5") == [(0,)]

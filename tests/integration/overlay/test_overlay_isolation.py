@@ -69,8 +69,8 @@ async def test_the_tool_role_reaches_nothing_hidden(world):
         "select megamcp.mac('x')",
         "select megamcp.bind('{1}', 1, 1, now(), true)",
         "select megamcp.verified(false)",
-        f'select {hidden}."~store"(0, \'random\', 5)',
-        f'insert into {hidden}."~queue" (number, event) values (1, \'d\')',
+        f"select {hidden}.\"~store\"(0, 'random', 5)",
+        f"insert into {hidden}.\"~queue\" (number, event) values (1, 'd')",
         "create table mine (id int)",
         "create temp table mine (id int)",
     ):
@@ -88,14 +88,12 @@ async def test_bindings_can_not_be_forged_or_replayed(world):
         binding = await db.fetchval("select current_setting('megamcp.binding')")
     forged = binding.replace(str(victim.head), str(attacker.head))
     for stolen in (binding, forged, "", "x", "{0,1}|1|1|1|w|" + "0" * 64):
-        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+        for sql in (query, "insert into secrets values (901, 'x', 1)"):
             async with attacker.call() as db:
                 await db.execute("select set_config('megamcp.binding', $1, true)", stolen)
-                await db.fetch(query)
-    with pytest.raises(asyncpg.InsufficientPrivilegeError):
-        async with attacker.call() as db:
-            await db.execute("select set_config('megamcp.binding', '', true)")
-            await db.execute("insert into secrets values (901, 'x', 1)")
+                with pytest.raises(asyncpg.InsufficientPrivilegeError):
+                    async with db.transaction():
+                        await db.execute(sql)
 
 
 async def test_a_hostile_search_path_changes_nothing(world, database):
@@ -104,7 +102,8 @@ async def test_a_hostile_search_path_changes_nothing(world, database):
     await world.control.execute(
         "create schema if not exists hostile; create or replace function hostile.current_setting(text, bool) "
         "returns text language sql as $$ select '{0,1,2,3,4,5}' $$; "
-        "create or replace function hostile.split_part(text, text, int) returns text language sql as $$ select '{0,1,2,3}' $$; "
+        "create or replace function hostile.split_part(text, text, int) returns text language sql "
+        "as $$ select '{0,1,2,3}' $$; "
         f"grant usage on schema hostile to {state.tool_role}"
     )
     async with rollout.call() as db:

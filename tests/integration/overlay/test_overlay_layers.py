@@ -8,7 +8,9 @@ from megamcp.state import schema
 from tests.integration.overlay.conftest import CLOCK, options
 
 DDL = """
-create table notes (id bigserial primary key, body text not null unique, at timestamptz default now(), mark uuid default gen_random_uuid());
+create table notes (
+  id bigserial primary key, body text not null unique, at timestamptz default now(), mark uuid default gen_random_uuid()
+);
 create table tags (note bigint references notes on delete cascade, tag text, primary key (note, tag));
 """
 SEED = "insert into notes (body) values ('one'), ('two'); insert into tags values (1, 'x');"
@@ -25,7 +27,12 @@ async def test_forks_part_and_a_rollback_restores_counters(world):
     await left.run("update notes set body = 'THREE' where body = 'three'")
     await left.run("delete from notes where id = 1")
     assert await left.read("select id, body from notes order by id") == [(2, "two"), (3, "THREE"), (4, "left")]
-    assert await right.read("select id, body from notes order by id") == [(1, "one"), (2, "two"), (3, "three"), (4, "right")]
+    assert await right.read("select id, body from notes order by id") == [
+        (1, "one"),
+        (2, "two"),
+        (3, "three"),
+        (4, "right"),
+    ]
     assert await root.read("select count(*) from tags") == [(1,)]
     assert await left.read("select count(*) from tags") == [(0,)]
     back = await left.fork(saved)
@@ -128,14 +135,14 @@ async def test_loading_twice_at_once_makes_one_state(world, database):
     other = await asyncpg.connect(**options(database))
     ddl = "create table once (id int primary key)"
     arguments = {"ddl": ddl, "seeds": [], "clock": CLOCK, "seed": 3, "tool_password": "a", "query_password": "b"}
-    first, second = await asyncio.gather(
-        states.load(world.control, **arguments), states.load(other, **arguments)
-    )
+    first, second = await asyncio.gather(states.load(world.control, **arguments), states.load(other, **arguments))
     assert first == second
     assert states.SchemaState.from_json(first.to_json()) == first
     await other.close()
     await states.unload(world.control, first)
-    assert not await world.control.fetchval("select count(*) from pg_namespace where nspname like '%' || $1", first.hash)
+    assert not await world.control.fetchval(
+        "select count(*) from pg_namespace where nspname like '%' || $1", first.hash
+    )
     assert not await world.control.fetchval("select count(*) from pg_roles where rolname like '%' || $1", first.hash)
 
 

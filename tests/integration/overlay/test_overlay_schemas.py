@@ -19,7 +19,8 @@ REFUSED = {
     "clock literal": "create table a (id int primary key, at timestamptz default 'now')",
     "function in plpgsql": "create function f() returns int language plpgsql as $$ begin return 1; end $$",
     "function with SECURITY": "create function f() returns int language sql security definer as $$ select 1 $$",
-    "function that writes": "create table a (id int primary key); create function f() returns void language sql as $$ delete from a $$",
+    "function that writes": "create table a (id int primary key); "
+    "create function f() returns void language sql as $$ delete from a $$",
     "function name": "create function random() returns int language sql as $$ select 4 $$",
     "partitioned or inherited table": "create table a (id int primary key) partition by list (id)",
     "table without a primary key": "create table a (id int)",
@@ -27,12 +28,14 @@ REFUSED = {
     "deferrable constraint": "create table a (id int primary key, n int unique deferrable)",
     "MATCH FULL": "create table a (id int primary key, up int references a match full)",
     "partial unique index": "create table a (id int primary key, n int); create unique index on a (n) where n > 0",
-    "unique index over an expression": "create table a (id int primary key, t text); create unique index on a (lower(t))",
+    "unique index over an expression": "create table a (id int primary key, t text); "
+    "create unique index on a (lower(t))",
     "row-level security": "create table a (id int primary key); alter table a enable row level security",
     "column type regclass": "create table a (id int primary key, r regclass)",
     "column name": "create table a (id int primary key, _mm_layer int)",
     "expression over a whole row": "create table a (id int primary key, check (a is not null))",
-    "constraint not valid or not enforced": "create table a (id int primary key, n int); alter table a add check (n > 0) not valid",
+    "constraint not valid or not enforced": "create table a (id int primary key, n int); "
+    "alter table a add check (n > 0) not valid",
     "syntax": "create tabel a (id int)",
 }
 
@@ -72,7 +75,8 @@ create table "Odd ""Name" (
   "select" int primary key, "Mixed Case" text, "new" int default 1, "old" int, "table" mood default 'ok',
   amount positive default 3, title label default 'a', many int[] default '{1}', doc jsonb default '{}',
   ticket bigint default nextval('tickets'), code text default 'T' || nextval('tickets'),
-  day date default current_date, at timestamp(0) default localtimestamp, total int generated always as ("new" + 1) virtual,
+  day date default current_date, at timestamp(0) default localtimestamp,
+  total int generated always as ("new" + 1) virtual,
   constraint "Odd check" check ("new" < 100 and "Mixed Case" <> ''), unique ("Mixed Case", "old")
 );
 create table prices (
@@ -80,15 +84,18 @@ create table prices (
   primary key (shop, sku)
 );
 create table sales (
-  id uuid primary key default gen_random_uuid(), shop varchar(8), sku numeric(8, 2), at timestamptz not null default now(),
+  id uuid primary key default gen_random_uuid(), shop varchar(8), sku numeric(8, 2),
+  at timestamptz not null default now(),
   foreign key (shop, sku) references prices on update cascade on delete set null (sku)
 );
 create index on sales using gin ((array[shop]));
 create index on sales (lower(shop)) where sku > 1;
-create function total_of(s text) returns numeric language sql stable as $$ select sum(price) from prices where shop = s $$;
+create function total_of(s text) returns numeric language sql stable
+  as $$ select sum(price) from prices where shop = s $$;
 create function dear(p numeric) returns bool language sql immutable return p > 10;
 create function newest() returns timestamptz language sql stable begin atomic select max(at) from sales; end;
-create view cheap (place, price) as select shop, price from prices where not dear(price) and now() > timestamptz '2000-01-01';
+create view cheap (place, price) as
+  select shop, price from prices where not dear(price) and now() > timestamptz '2000-01-01';
 create view counted as select place, count(*) as n from cheap group by place;
 alter table prices add constraint dear_enough check (not dear(price / 100));
 """
@@ -105,7 +112,9 @@ async def test_a_rich_schema_loads_and_works(world):
     assert await rollout.read(f"select ticket, code, total, day::text, at::text from {odd}") == [
         (100, "T105", 2, "2026-01-15", "2026-01-15 09:00:00")
     ]
-    made = await rollout.run(f'insert into {odd} ("select") values (2) returning ticket, code, total, amount, title, "table", day')
+    made = await rollout.run(
+        f'insert into {odd} ("select") values (2) returning ticket, code, total, amount, title, "table", day'
+    )
     assert made[0][:6] == (110, "T115", 2, 3, "a", "ok")
     assert await rollout.run(f'update {odd} set "new" = 5, "old" = 6 where "select" = 1 returning total') == [(6,)]
     assert await rollout.read("select place, price::text from cheap") == [("a", "5.00")]
@@ -117,9 +126,9 @@ async def test_a_rich_schema_loads_and_works(world):
     assert await rollout.read("select shop from sales") == [("b",)]
     await rollout.run("delete from prices where shop = 'b'")
     assert await rollout.read("select shop, sku from sales") == [("b", None)]
-    assert await rollout.run("select nextval('tickets'), currval('tickets'), setval('tickets', 200), nextval('tickets')") == [
-        (120, 120, 200, 205)
-    ]
+    assert await rollout.run(
+        "select nextval('tickets'), currval('tickets'), setval('tickets', 200), nextval('tickets')"
+    ) == [(120, 120, 200, 205)]
 
 
 @pytest.mark.parametrize(
