@@ -64,9 +64,9 @@ class Connections:
             self._waiting -= 1
 
     async def give(self, connection: asyncpg.Connection, *, clean: bool) -> None:
-        """Takes a connection back. `clean`: its last use came to its end, so nothing is left to be cancelled."""
-        wanted = self._waiting or self._closing
-        if not clean or wanted or connection.is_closed() or connection.is_in_transaction():
+        """Takes a connection back. `clean`: its last use came to its end; nothing is left to be cancelled or rolled
+        back."""
+        if not clean or self._waiting or self._closing:
             await self._pool.release(connection)
         else:
             self._at_hand.append(connection)

@@ -22,6 +22,7 @@ from pydantic import SecretStr
 
 from megamcp.app import create_app, prepare
 from megamcp.errors import Conflict, Unprocessable
+from megamcp.http import Protocol
 from megamcp.postgres import EmbeddedPostgres
 from megamcp.settings import Settings
 
@@ -100,7 +101,7 @@ def configure_logging(level: str) -> None:
 def _config(settings: Settings, listener: socket.socket) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(settings),
-        http="httptools",
+        http=Protocol,
         ws="none",
         lifespan="on",
         access_log=False,

@@ -352,7 +352,7 @@ class Store:
             clean = False
             try:
                 yield connection
-                clean = True
+                clean = not connection.is_in_transaction()
             finally:
                 await self.connections.give(connection, clean=clean)
 
