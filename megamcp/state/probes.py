@@ -47,7 +47,8 @@ def by_columns(
     return (
         f"(exists (select from {b} _mm_b where {own} and not exists (\n"
         f"      select from {d} _mm_n where _mm_n.{chained} and {shadow}))\n"
-        f"    or exists (select from {d} _mm_d where _mm_d.{chained} and not _mm_d.{DELETED} and {written} and not exists (\n"
+        f"    or exists (select from {d} _mm_d where _mm_d.{chained} and not _mm_d.{DELETED} and {written}\n"
+        f"      and not exists (\n"
         f"      select from {d} _mm_n where _mm_n.{chained} and {newer})))"
     )
 

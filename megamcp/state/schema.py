@@ -9,12 +9,15 @@ Binding a transaction to a chain, the lifecycle of layers and locks between call
 control plane do that.
 """
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
+
+import asyncpg
 
 from megamcp.errors import UnsupportedSchema
 from megamcp.state import catalog, digests, foreign_keys, refuse, tables, triggers, views
@@ -24,6 +27,7 @@ from megamcp.state.queries import text
 from megamcp.state.tables import VIEW_ROLE
 
 COMPILER_VERSION = 1
+_ATTEMPTS = 20
 MODULUS = 1 << 128
 
 Progress = Callable[[str, int, int], None]
@@ -158,13 +162,11 @@ async def _compile(
 ) -> SchemaState:
     s, v = f"s_{name}", f"v_{name}"
     tool, query = f"megamcp_tool_{name}", f"megamcp_query_{name}"
-    await conn.execute(
-        views.role(VIEW_ROLE, "nologin")
-        + views.role(tool, "login")
-        + views.role(query, "login")
-        + f"grant {VIEW_ROLE} to current_user; create schema {ident(s)}; create schema {ident(v)};"
-        + clocks.core(s, v)
+    await _patiently(
+        conn,
+        views.role(VIEW_ROLE, "nologin") + views.role(tool, "login") + views.role(query, "login") + views.membership(),
     )
+    await conn.execute(f"create schema {ident(s)}; create schema {ident(v)};" + clocks.core(s, v))
     ours = [
         row["oid"] for row in await conn.fetch("select oid from pg_proc where pronamespace = $1::text::regnamespace", v)
     ]
@@ -228,7 +230,7 @@ async def _build(conn: Any, s: str, v: str, found: catalog.Catalog, progress: Pr
     for done, table in enumerate(found.tables):
         progress("copy", done, len(found.tables))
         await conn.execute(tables.create(s, v, table))
-        await conn.execute(tables.indexes(s, found, table) + tables.policy(s, table))
+        await conn.execute(tables.ballast(s, table) + tables.indexes(s, found, table) + tables.policy(s, table))
     for remake in reversed(found.remakes):
         if remake.kind == "view":
             await conn.execute(f"drop view if exists {ident(v)}.{ident(remake.name)} cascade")
@@ -265,7 +267,8 @@ async def _no_temporary_tables(conn: Any, tool: str) -> None:
 
 async def _passwords(conn: Any, state: SchemaState, tool: str, query: str) -> None:
     path = f"{ident(state.visible_schema)}, pg_catalog, pg_temp"
-    await conn.execute(
+    await _patiently(
+        conn,
         f"alter role {ident(state.tool_role)} password {literal(tool)};"
         f"alter role {ident(state.query_role)} password {literal(query)};"
         f"alter role {ident(state.tool_role)} set search_path = {path};"
@@ -277,8 +280,21 @@ async def _passwords(conn: Any, state: SchemaState, tool: str, query: str) -> No
             for role in (state.tool_role, state.query_role)
         )
         + f"alter role {ident(state.query_role)} set default_transaction_read_only = on;"
-        f"alter role {ident(state.query_role)} set statement_timeout = '10s';"
+        f"alter role {ident(state.query_role)} set statement_timeout = '10s';",
     )
+
+
+async def _patiently(conn: Any, sql: str) -> None:
+    """Changes roles. They belong to the whole cluster: another database that changes the same one makes this fail."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            async with conn.transaction():
+                await conn.execute(sql)
+            return
+        except asyncpg.InternalServerError as error:
+            if "concurrently" not in str(error) or attempt == _ATTEMPTS - 1:
+                raise
+        await asyncio.sleep(0.02 * (attempt + 1))
 
 
 async def freeze(conn: Any, state: SchemaState, chain: Sequence[int], head: int) -> Frozen:

@@ -11,6 +11,7 @@ from megamcp.state.names import DELETED, LAYER, OVER, STAMP, hidden, ident, iden
 
 CHAIN = "(select megamcp.chain_with_base())::bigint[]"
 VIEW_ROLE = "megamcp_view"
+BALLAST = 4_000
 
 
 def parent(state: str, table: str) -> str:
@@ -49,6 +50,20 @@ create table {b} partition of {p} for values in (0);
 create table {d} partition of {p} default with (fillfactor = 90, autovacuum_analyze_scale_factor = 0.05,
   autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_insert_scale_factor = 0.05);
 insert into {b} ({names}, {LAYER}) select {names}, 0 from {ident(visible)}.{ident(table.name)};
+"""
+
+
+def ballast(state: str, table: Table) -> str:
+    """Rows of layers that no chain holds, so that the delta never looks empty to the planner.
+
+    A plan made on an empty table scans it from end to end, and a cached one goes on doing so while the table fills.
+    A table with a domain that forbids null has none.
+    """
+    d = delta(state, table.name)
+    return f"""do $do$ begin
+  insert into {d} ({LAYER}, {DELETED}) select -n, true from generate_series(1, {BALLAST}) n;
+exception when not_null_violation or check_violation then null;
+end $do$;
 """
 
 

@@ -23,6 +23,16 @@ def role(name: str, options: str) -> str:
     return _ROLE.format(name=literal(name), role=ident(name), options=options)
 
 
+def membership() -> str:
+    """The control role gives views away and runs the DDL as their owner: it has to be a member."""
+    return f"""do $do$ begin
+  if not pg_has_role(current_user, '{VIEW_ROLE}', 'member') then
+    execute format('grant %I to %I', '{VIEW_ROLE}', current_user);
+  end if;
+end $do$;
+"""
+
+
 def create(state: str, visible: str, table: Table) -> str:
     name = f"{ident(visible)}.{ident(table.name)}"
     return (
