@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.gateway import CUSTOMER, WEATHER, pass_through
-from benchmarks.peers.mcp import McpClient
+from benchmarks.peers.agent import McpClient
 from benchmarks.peers.servers import tool_server
 from benchmarks.processes import cpu_s, create_database, gateway, resident_kib
 from benchmarks.report import Target, report, say

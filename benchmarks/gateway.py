@@ -32,7 +32,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.peers import environments
-from benchmarks.peers.mcp import McpClient, at_once, one_after_another
+from benchmarks.peers.agent import McpClient, at_once, one_after_another
 from benchmarks.peers.servers import Running, fastmcp_proxy, official_tool_server, tool_server
 from benchmarks.processes import children, cpu_s, create_database, gateway, postgres_pids
 from benchmarks.report import Target, report, say
@@ -159,11 +159,11 @@ async def all_ways(peers: bool, retail: bool) -> AsyncIterator[tuple[list[Way], 
             try:
                 say("FastMCP's environment (the first run makes it)")
                 python = await environments.environment("fastmcp", *FASTMCP)
-            except (environments.Missing, OSError) as reason:
-                say(f"FastMCP is left out: {reason}")
-            else:
                 about["fastmcp"] = await environments.version(python, "fastmcp")
                 proxy = await enter(fastmcp_proxy(python, echo.url))
+            except (environments.Missing, RuntimeError, OSError) as reason:
+                say(f"FastMCP is left out: {reason}")
+            else:
                 clients = await sessions(http, [proxy.url] * AT_ONCE)
                 ways.append(Way("fastmcp", clients, "weather", WEATHER, 0.08, _only(proxy)))
         else:

@@ -65,7 +65,7 @@ def official_tool_server() -> "contextlib.AbstractAsyncContextManager[Running]":
 
 def fastmcp_proxy(python: Path, upstream: str) -> "contextlib.AbstractAsyncContextManager[Running]":
     """FastMCP's proxy of a tool server, by the Python that has FastMCP."""
-    return listening(str(python), str(Path(__file__).with_name("fastmcp_proxy.py")), upstream, PORT)
+    return listening(str(python), "-P", str(Path(__file__).with_name("fastmcp_proxy.py")), upstream, PORT)
 
 
 def _free_port() -> int:
