@@ -83,7 +83,7 @@ def diff(state: str, table: Table, limit: int) -> str:
     """Query over ($1 chain a, $2 chain b): before, after (JSON) of keys whose effective row differs, and the total."""
     d = delta(state, table.name)
     key = idents(table.primary)
-    one = f"to_jsonb(_mm_v)::text from (select {idents(table.names, '_mm_x')}) _mm_v"
+    one = f"row_to_json(_mm_v)::text from (select {idents(table.names, '_mm_x')}) _mm_v"
     before = below(state, table, "_mm_k", "$1::bigint[]", f"(select {one})")
     after = below(state, table, "_mm_k", "$2::bigint[]", f"(select {one})")
     text = f"row({_columns(table, '_mm_x')})::text"

@@ -377,5 +377,7 @@ async def unload(conn: Any, state: SchemaState) -> None:
         )
         for role in (state.tool_role, state.query_role):
             await conn.execute(f"""do $do$ begin
-              drop owned by {ident(role)}; drop role {ident(role)};
+              revoke all on schema megamcp from {ident(role)};
+              revoke all on all functions in schema megamcp from {ident(role)};
+              drop role {ident(role)};
             exception when undefined_object or dependent_objects_still_exist then null; end $do$""")

@@ -26,7 +26,7 @@ def role(name: str, options: str) -> str:
 def membership() -> str:
     """The control role gives views away and runs the DDL as their owner: it has to be a member."""
     return f"""do $do$ begin
-  if not pg_has_role(current_user, '{VIEW_ROLE}', 'member') then
+  if not (pg_has_role(current_user, '{VIEW_ROLE}', 'set') and pg_has_role(current_user, '{VIEW_ROLE}', 'usage')) then
     execute format('grant %I to %I', '{VIEW_ROLE}', current_user);
   end if;
 end $do$;

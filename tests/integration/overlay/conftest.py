@@ -1,5 +1,6 @@
 """A database of its own for a test module, and rollouts bound by hand: no gateway, no control plane."""
 
+import contextlib
 import os
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -33,7 +34,14 @@ async def database() -> AsyncIterator[str]:
     await conn.execute(schema.state_sql())
     await conn.close()
     yield name
+    conn = await asyncpg.connect(**options(name))
+    found = await conn.fetch("select substr(nspname, 3) as hash from pg_namespace where nspname ~ '^s_[0-9a-f]{16}$'")
+    await conn.close()
     await server.execute(f"drop database {name} with (force)")
+    for role in (f"megamcp_{kind}_{row['hash']}" for row in found for kind in ("tool", "query")):
+        # Roles belong to the cluster: another database may hold the same state.
+        with contextlib.suppress(asyncpg.DependentObjectsStillExistError, asyncpg.UndefinedObjectError):
+            await server.execute(f"drop role {role}")
     await server.close()
 
 
