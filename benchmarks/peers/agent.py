@@ -1,7 +1,8 @@
 """The client that every peer is measured with: MCP over streamable HTTP in posts of raw JSON, kept alive.
 
-It does what an agent's client of the handshake era does (initialize, session, protocol version header) and as little
-as possible else, so that what it costs doesn't hide what its servers cost. Checks that every call got a result.
+It does what an agent's client does, in the handshake era (initialize, session, protocol version header) or in the
+stateless one of 2026-07-28, and as little as possible else, so that what it costs doesn't hide what its servers cost.
+Checks that every call got a result.
 """
 
 import asyncio
@@ -12,7 +13,14 @@ from typing import Any
 
 import aiohttp
 
-PROTOCOL = "2025-11-25"
+HANDSHAKE = "2025-11-25"
+STATELESS = "2026-07-28"
+_CLIENT = {"name": "megamcp-benchmark", "version": "1"}
+_META = {
+    "io.modelcontextprotocol/protocolVersion": STATELESS,
+    "io.modelcontextprotocol/clientInfo": _CLIENT,
+    "io.modelcontextprotocol/clientCapabilities": {},
+}
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
 
 
@@ -21,21 +29,21 @@ class Refused(Exception):
 
 
 class McpClient:
-    """One session with one server."""
+    """One client of one server; in the handshake era, one session."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str, *, stateless: bool = False) -> None:
         self._http = http
         self._url = url
+        self._stateless = stateless
         self._headers = dict(_HEADERS)
         self._ids = itertools.count(1)
 
     async def open(self) -> "McpClient":
-        """`initialize` and its notification."""
-        hello = {
-            "protocolVersion": PROTOCOL,
-            "capabilities": {},
-            "clientInfo": {"name": "megamcp-benchmark", "version": "1"},
-        }
+        """`initialize` and its notification, where the era has them."""
+        if self._stateless:
+            self._headers["MCP-Protocol-Version"] = STATELESS
+            return self
+        hello = {"protocolVersion": HANDSHAKE, "capabilities": {}, "clientInfo": _CLIENT}
         answer, session = await self._post({"id": 0, "method": "initialize", "params": hello})
         if session:
             self._headers["Mcp-Session-Id"] = session
@@ -59,8 +67,14 @@ class McpClient:
         return result
 
     async def _post(self, message: dict[str, Any]) -> tuple[bytes, str | None]:
+        headers = self._headers
+        if self._stateless:
+            message["params"]["_meta"] = _META
+            headers = {**headers, "Mcp-Method": message["method"]}
+            if name := message["params"].get("name"):
+                headers["Mcp-Name"] = name
         body = json.dumps({"jsonrpc": "2.0", **message}).encode()
-        async with self._http.post(self._url, data=body, headers=self._headers) as response:
+        async with self._http.post(self._url, data=body, headers=headers) as response:
             answer = await response.read()
             if response.status >= 300:
                 raise Refused(f"HTTP {response.status}: {answer[:500].decode(errors='replace')}")
