@@ -16,7 +16,8 @@ One client, one run, the ways in turn in every round; figures are medians over t
 called directly) for a call, one call after another; `…_cpu_at_16_ms` the same with 16 sessions at once (16 rollouts
 behind the gateway). `…_postgres_cpu_ms` is what all of PostgreSQL's processes used meanwhile, background work included.
 `added_cpu_ms` is the gateway's for a pass-through call, `fastmcp_ratio` FastMCP's proxy's, in its cheaper era, over it;
-neither counts PostgreSQL, `fastmcp_ratio_with_postgres` does. Wall times are the client's, and depend on how many cores are free.
+neither counts PostgreSQL, `fastmcp_ratio_with_postgres` does. Wall times are the client's, and depend on how many
+cores are free.
 """
 
 import argparse

@@ -22,7 +22,7 @@ from pydantic import SecretStr
 
 from megamcp.app import create_app, prepare
 from megamcp.errors import Conflict, Unprocessable
-from megamcp.http import Protocol
+from megamcp.http_protocol import Protocol
 from megamcp.postgres import EmbeddedPostgres
 from megamcp.settings import Settings
 
