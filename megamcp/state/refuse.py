@@ -34,6 +34,7 @@ class Prepared:
     problems: tuple[Problem, ...]
 
 
+MOST_COLUMNS = 1_596
 DATABASE = "Use state kind 'database' for this environment."
 
 _ALLOWED = {
@@ -239,6 +240,12 @@ def judge_catalog(found: Catalog) -> list[Problem]:
     """What only the read catalog shows: names that clash, expressions over whole rows."""
     problems: list[Problem] = []
     for table in found.tables:
+        if len(table.columns) > MOST_COLUMNS:
+            problems.append(
+                Problem(
+                    "too many columns", table.name, f"PostgreSQL's 1,600 less hidden ones: {MOST_COLUMNS}", "Split it."
+                )
+            )
         problems.extend(
             Problem(
                 "column name",

@@ -124,6 +124,8 @@ async def load(
     """Makes the state of this content, or finds it. Raises UnsupportedSchema with every problem at once."""
     name = content_hash(ddl, seeds, clock, seed)
     async with conn.transaction():
+        # An outer transaction goes on with its own search path, and bound to nothing.
+        path = await conn.fetchval("select current_setting('search_path')")
         await conn.execute("select pg_advisory_xact_lock(hashtextextended($1, 0))", f"megamcp state {name}")
         state = await _find(conn, name)
         if state is None:
@@ -133,6 +135,7 @@ async def load(
                 raise refused(problems)
             state = await _compile(conn, name, statements, clock, seed, progress or (lambda *_: None))
         await _passwords(conn, state, tool_password, query_password)
+        await conn.execute("select set_config('search_path', $1, true), set_config('megamcp.binding', '', true)", path)
     return state
 
 
@@ -211,7 +214,7 @@ async def _run(conn: Any, s: str, v: str, statements: Sequence["refuse.Prepared"
             await conn.execute(statement)
             done += 1
             progress("run", done, total)
-    await conn.execute("reset role; set local search_path = ''; set constraints all immediate;")
+    await conn.execute("reset role; set local search_path = ''")
 
 
 async def _introspect(conn: Any, v: str, ours: list[int]) -> catalog.Catalog:

@@ -43,7 +43,8 @@ begin
   _done := set_config(_setting, nextval('megamcp.stamp_seq')::text, true);
   return null;
 end $body$;
-create function {s}."~unset"(_setting text) returns text {_HEAD} $body$
+create function {s}."~unset"(_setting text) returns text
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $body$
 declare
   _done text := set_config(_setting, 'on', true);
 begin

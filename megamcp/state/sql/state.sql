@@ -40,6 +40,10 @@ begin
   if writable and head is null then
     raise exception 'a writable binding needs a head layer' using errcode = '22004';
   end if;
+  if writable and head < (select max(layer) from unnest(layers) as u(layer)) then
+    raise exception 'layer % is not the head of its chain', head
+      using errcode = '22023', detail = 'A newer layer of the chain is frozen on top of it.';
+  end if;
   if writable and not (head = any (layers)) then
     layers := layers || head;
   end if;

@@ -3,6 +3,8 @@
 import asyncio
 import time
 
+import pytest
+
 from megamcp import state as states
 from megamcp.state import schema
 from tests.integration.overlay.conftest import CLOCK, options
@@ -163,3 +165,28 @@ async def test_read_only_draws_repeat_and_leave_nothing(world):
     first = await root.read("select random(), random()")
     assert first[0][0] != first[0][1]
     assert await root.read("select random(), random()") == first
+
+
+async def test_a_frozen_layer_can_not_be_bound_for_writing(world):
+    import asyncpg
+
+    with pytest.raises(asyncpg.InvalidParameterValueError, match="not the head"):
+        await world.control.execute("select megamcp.bind('{3,9}', 3, 1, now(), true)")
+
+
+async def test_loading_leaves_an_outer_transaction_as_it_was(world):
+    import asyncpg
+
+    async with world.control.transaction():
+        await world.control.execute("set local search_path = megamcp, public")
+        state = await world.load(
+            "create table outer_one (id int primary key, r float default random())", "insert into outer_one values (1)"
+        )
+        assert await world.control.fetchval("show search_path") == "megamcp, public"
+        assert await world.control.fetchval("select current_user") == await world.control.fetchval(
+            "select session_user"
+        )
+        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+            async with world.control.transaction():
+                await world.control.execute("select megamcp.head()")
+    assert (await schema.counters(world.control, state, []))["random"] == 1
