@@ -83,6 +83,11 @@ class Way:
             name = "_".join(filter(None, (self.name, group, figure)))
             self.cpu.setdefault(name, []).append(used)
 
+    def forget(self) -> None:
+        """Drop what was measured so far."""
+        for measured in (self.wall, self.wall_at_once, self.cpu):
+            measured.clear()
+
     def figures(self) -> dict[str, float]:
         """Medians, in milliseconds for a call."""
         return {
@@ -197,7 +202,7 @@ async def measure(quick: bool, peers: bool) -> tuple[dict[str, float], dict[str,
     async with all_ways(peers, retail=not quick) as (ways, about):
         for way in ways:
             await way.round(AT_ONCE * 4)  # connections, prepared statements, caches
-            way.wall.clear(), way.wall_at_once.clear(), way.cpu.clear()
+            way.forget()
         for turn in range(rounds):
             say(f"round {turn + 1} of {rounds}")
             for way in ways:
