@@ -72,8 +72,10 @@ class Calls:
         """
         if self._running >= self._limits.calls_in_flight:
             raise NoCapacity(f"{self._running} calls are in flight in this gateway process.")
-        if (key := request.idempotency_key) is not None and not 0 < len(key.encode()) <= MAX_KEY_BYTES:
-            raise BadRequest(f"An idempotency key has 1 to {MAX_KEY_BYTES} bytes.", code="bad_idempotency_key")
+        if (key := request.idempotency_key) is not None and ("\0" in key or not 0 < len(key.encode()) <= MAX_KEY_BYTES):
+            raise BadRequest(
+                f"An idempotency key has 1 to {MAX_KEY_BYTES} bytes, none of them NUL.", code="bad_idempotency_key"
+            )
         self._running += 1
         try:
             return await self._queued(rollout, request, progress)

@@ -36,7 +36,7 @@ from megamcp.dataplane.calls import CallRequest, Calls
 from megamcp.dataplane.links import Environment, Environments
 from megamcp.dataplane.ports import ControlPort, Limits, RolloutView
 from megamcp.dataplane.protocol import ToolCall
-from megamcp.errors import BadRequest, MegaMCPError, NotFound
+from megamcp.errors import BY_RPC, BadRequest, MegaMCPError, NotFound
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ _INSTRUCTIONS_TIMEOUT_S = 10.0
 _PATH = re.compile(r"(?:/([re])/([^/]{1,300}))?/mcp/?")
 _ROLLOUT_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _ALLOW: Headers = [(b"allow", b"POST, DELETE, OPTIONS")]
-_OWN_ERRORS = {"unavailable": 503, "no_capacity": 429, "deadline_exceeded": 504}
 _MODERN_STATUS = {
     wire.PARSE_ERROR: 400,
     wire.INVALID_REQUEST: 400,
@@ -489,6 +488,6 @@ def _status(request: _Request | None, failure: wire.RpcFailure) -> int:
 def _error_status(request: _Request, error: bytes) -> int:
     """The status of a JSON-RPC error that a tool server answered with."""
     code, _, name = wire.peek_error(error)
-    if name in _OWN_ERRORS and (request.modern or request.session is None):
-        return _OWN_ERRORS[name]
+    if name and code in BY_RPC and (request.modern or request.session is None):
+        return BY_RPC[code].status
     return _MODERN_STATUS.get(code, 200) if request.modern else 200

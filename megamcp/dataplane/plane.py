@@ -7,7 +7,9 @@ from megamcp.dataplane.endpoint import Endpoint
 from megamcp.dataplane.links import Environment, Environments
 from megamcp.dataplane.ports import ControlPort, Limits, RolloutView
 from megamcp.dataplane.protocol import ToolCall
-from megamcp.errors import MegaMCPError, Unprocessable, UpstreamError
+from megamcp.errors import BY_RPC, MegaMCPError, Unprocessable, UpstreamError
+
+_FOREIGN = "tool_server_error"
 
 
 class Dataplane:
@@ -80,4 +82,5 @@ def _as_error(error: bytes) -> MegaMCPError:
     code, message, name = wire.peek_error(error)
     if code == wire.INVALID_PARAMS:
         return Unprocessable(message, code=name or "invalid_params")
-    return UpstreamError(message, code=name or "tool_server_error")
+    # Only a server on our SDK names its errors in `data.code`; the number alone may mean anything.
+    return BY_RPC.get(code, UpstreamError)(message, code=name) if name else UpstreamError(message, code=_FOREIGN)

@@ -42,7 +42,8 @@ class SseReader:
                 self._field(line)
             elif self._data:
                 data, self._data, self._size = b"\n".join(self._data), [], 0
-                yield data
+                if data:  # an event without data only carries an id to resume from
+                    yield data
         self._buffer = buffer[start:]
 
     def _field(self, line: bytes) -> None:

@@ -9,18 +9,17 @@ can't have run.
 
 import asyncio
 import contextlib
-import io
 import itertools
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import aiohttp
 import msgspec
-from multidict import CIMultiDict
 
 from megamcp import __version__
 from megamcp.dataplane import wire
+from megamcp.dataplane.http import Address, Broken, ConnectFailed, Pool, Response, TooMuch, field_lines
 from megamcp.dataplane.ports import Limits
 from megamcp.dataplane.protocol import (
     CAPABILITIES_KEY,
@@ -42,8 +41,10 @@ log = logging.getLogger(__name__)
 
 _CLIENT = {"name": "megamcp", "version": __version__}
 _OWN_META = wire.encode({PROTOCOL_KEY: MODERN, CLIENT_KEY: _CLIENT, CAPABILITIES_KEY: {}})[1:-1]
+_PLAIN = b"Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n"
+_MODERN = b"MCP-Protocol-Version: %b\r\n" % MODERN.encode()
+_REVISION = re.compile(r"[0-9A-Za-z.-]{1,40}")
 _RESUME_ATTEMPTS = 3
-_WRITE_AT_ONCE = 1 << 20
 
 
 @dataclass(slots=True)
@@ -65,21 +66,14 @@ class Upstream:
         headers: Mapping[str, str] | None = None,
         era: Era | None = None,
     ) -> None:
-        connector: aiohttp.BaseConnector = (
-            aiohttp.UnixConnector(socket, limit=limits.connections_per_server, keepalive_timeout=4.0)
-            if socket
-            else aiohttp.TCPConnector(limit=limits.connections_per_server, keepalive_timeout=4.0)
-        )
         # Below the 5 s after which uvicorn closes an idle connection: a request never races that close.
-        self._http = aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_s),
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
-            auto_decompress=False,
+        self._http = Pool(
+            Address.of(url, socket),
+            limit=limits.connections_per_server,
+            idle_s=4.0,
+            connect_s=limits.connect_timeout_s,
         )
         self.name = name
-        self._url = url
         self._limits = limits
         self._ids = itertools.count(1)
         self._era = era
@@ -88,18 +82,11 @@ class Upstream:
         self._negotiating = asyncio.Lock()
         self.instructions: str | None = None
         self.on_list_changed: Callable[[], None] | None = None
-        self._plain: CIMultiDict[str] = CIMultiDict(
-            {
-                **(headers or {}),
-                "Content-Type": "application/json",
-                "Accept": "application/json, text/event-stream",
-            }
-        )
-        self._modern: CIMultiDict[str] = self._plain.copy()
-        self._modern["MCP-Protocol-Version"] = MODERN
+        self._plain = field_lines(headers or {}) + _PLAIN
+        self._modern = self._plain + _MODERN
 
     async def aclose(self) -> None:
-        await self._http.close()
+        await self._http.aclose()
 
     async def call(self, call: ToolCall, *, handle: str | None = None, progress: Progress | None = None) -> wire.Reply:
         """Runs one tool call. Raises UpstreamLost, UpstreamError. The caller sets the deadline."""
@@ -108,13 +95,14 @@ class Upstream:
         number = str(next(self._ids)).encode()
         name = wire.encode(call.name)
         if era is Era.MODERN:
-            headers = self._modern.copy()
-            headers["Mcp-Method"] = "tools/call"
-            headers["Mcp-Name"] = header_value(call.name)
-            for key, value in call.headers:
-                headers[key] = value
+            fields = b"%bMcp-Method: tools/call\r\nMcp-Name: %b\r\n" % (
+                self._modern,
+                header_value(call.name).encode(),
+            )
             if handle is not None:
-                headers[HANDLE_HEADER] = handle
+                fields += b"%b: %b\r\n" % (HANDLE_HEADER, handle.encode("ascii"))
+            if call.headers:
+                fields += field_lines(dict(call.headers))
             if call.modern:
                 meta = call.meta
             elif len(call.meta) > 2:
@@ -125,7 +113,7 @@ class Upstream:
                 b'{"jsonrpc":"2.0","id":%b,"method":"tools/call","params":{"name":%b,"arguments":%b%b,"_meta":%b}}'
                 % (number, name, call.arguments, call.more, meta)
             )
-            return await self._exchange(body, headers, number, progress, None)
+            return await self._exchange(body, fields, number, progress, None)
         meta = self._handshake_meta(call, number)
         body = b'{"jsonrpc":"2.0","id":%b,"method":"tools/call","params":{"name":%b,"arguments":%b%b%b}}' % (
             number,
@@ -141,10 +129,9 @@ class Upstream:
         era = self._era or await self.negotiate()
         number = str(next(self._ids)).encode()
         if era is Era.MODERN:
-            headers = self._modern.copy()
-            headers["Mcp-Method"] = method
+            fields = b"%bMcp-Method: %b\r\n" % (self._modern, method.encode())
             params = {**params, "_meta": {PROTOCOL_KEY: MODERN, CLIENT_KEY: _CLIENT, CAPABILITIES_KEY: {}}}
-            return await self._exchange(_message(number, method, params), headers, number, None, None)
+            return await self._exchange(_message(number, method, params), fields, number, None, None)
         return await self._in_session(_message(number, method, params), number, None, None)
 
     # The handshake era
@@ -171,9 +158,9 @@ class Upstream:
                 await self.negotiate()
             session = self._session
             assert session is not None
-            headers = self._session_headers(session)
+            fields = self._session_fields(session)
             try:
-                return await self._exchange(body, headers, number, progress, token)
+                return await self._exchange(body, fields, number, progress, token, session)
             except _SessionGone:
                 # 404 for a session id means that it expired; the request did not run.
                 if self._session is session:
@@ -184,30 +171,28 @@ class Upstream:
                         code="tool_server_protocol",
                     ) from None
             except asyncio.CancelledError:
-                await self._say_cancelled(headers, number)
+                await self._say_cancelled(fields, number)
                 raise
         raise AssertionError("unreachable")
 
-    def _session_headers(self, session: _Session) -> CIMultiDict[str]:
-        headers = self._plain.copy()
-        headers["MCP-Protocol-Version"] = session.version
+    def _session_fields(self, session: _Session) -> bytes:
+        fields = b"%bMCP-Protocol-Version: %b\r\n" % (self._plain, session.version.encode())
         if session.id is not None:
-            headers["Mcp-Session-Id"] = session.id
-        return headers
+            fields += b"Mcp-Session-Id: %b\r\n" % session.id.encode("latin-1")
+        return fields
 
-    async def _say_cancelled(self, headers: CIMultiDict[str], number: bytes) -> None:
+    async def _say_cancelled(self, fields: bytes, number: bytes) -> None:
         body = (
             b'{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":%b,"reason":"left"}}' % number
         )
         with contextlib.suppress(Exception):
             # Shielded from the cancellation that brought us here, and short: the caller is leaving.
-            await asyncio.shield(asyncio.ensure_future(self._post_quietly(body, headers)))
+            await asyncio.shield(asyncio.ensure_future(self._post_quietly(body, fields)))
 
-    async def _post_quietly(self, body: bytes, headers: CIMultiDict[str]) -> None:
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+    async def _post_quietly(self, body: bytes, fields: bytes) -> None:
+        with contextlib.suppress(ConnectFailed, Broken, TimeoutError):
             async with asyncio.timeout(self._limits.grace_s):
-                response = await self._http.post(self._url, data=body, headers=headers, allow_redirects=False)
-                response.release()
+                (await self._http.request(b"POST", fields, body)).close()
 
     async def negotiate(self) -> Era:
         """Finds out the server's era, and opens the session that the older one needs."""
@@ -222,11 +207,10 @@ class Upstream:
             return Era.HANDSHAKE
 
     async def _discover(self) -> bool:
-        headers = self._modern.copy()
-        headers["Mcp-Method"] = "server/discover"
+        fields = self._modern + b"Mcp-Method: server/discover\r\n"
         params = {"_meta": {PROTOCOL_KEY: MODERN, CLIENT_KEY: _CLIENT, CAPABILITIES_KEY: {}}}
         try:
-            reply = await self._exchange(_message(b"0", "server/discover", params), headers, b"0", None, None)
+            reply = await self._exchange(_message(b"0", "server/discover", params), fields, b"0", None, None)
         except UpstreamLost:
             raise
         except (UpstreamError, _SessionGone):
@@ -243,10 +227,10 @@ class Upstream:
     async def _initialize(self) -> None:
         number = str(next(self._ids)).encode()
         params = {"protocolVersion": HANDSHAKE[0], "capabilities": {}, "clientInfo": _CLIENT}
-        started: list[str | None] = []
+        session = _Session(HANDSHAKE[0], None)
         try:
             reply = await self._exchange(
-                _message(number, "initialize", params), self._plain.copy(), number, None, None, started
+                _message(number, "initialize", params), self._plain, number, None, None, session
             )
         except _SessionGone:
             reply = None
@@ -263,10 +247,14 @@ class Upstream:
                 f"Tool server {self.name!r} answers the handshake with nonsense: {error}",
                 code="tool_server_protocol",
             ) from None
+        if not _REVISION.fullmatch(found.protocolVersion):
+            raise UpstreamError(
+                f"Tool server {self.name!r} speaks no known revision of MCP.", code="tool_server_protocol"
+            )
         self.instructions = found.instructions
-        session = _Session(found.protocolVersion, started[0] if started else None)
+        session.version = found.protocolVersion
         await self._post_quietly(
-            b'{"jsonrpc":"2.0","method":"notifications/initialized"}', self._session_headers(session)
+            b'{"jsonrpc":"2.0","method":"notifications/initialized"}', self._session_fields(session)
         )
         self._session = session
 
@@ -275,83 +263,51 @@ class Upstream:
     async def _exchange(
         self,
         body: bytes,
-        headers: CIMultiDict[str],
+        fields: bytes,
         number: bytes,
         progress: Progress | None,
         token: bytes | None,
-        session_id: list[str | None] | None = None,
+        session: _Session | None = None,
     ) -> wire.Reply:
-        response: aiohttp.ClientResponse | None = None
+        """One request and its reply. A `session` without an id takes the one that the server gives it."""
+        response: Response | None = None
         try:
-            # aiohttp writes large bytes at once, and warns about it; a file object it writes piece by piece.
-            data = body if len(body) < _WRITE_AT_ONCE else io.BytesIO(body)
-            response = await self._http.post(self._url, data=data, headers=headers, allow_redirects=False)
-            if session_id is not None:
-                session_id.append(response.headers.get("Mcp-Session-Id"))
-            kind = response.headers.get("Content-Type", "")
+            response = await self._http.request(b"POST", fields, body)
+            in_session = session is not None and session.id is not None
+            if session is not None and session.id is None:
+                session.id = response.field(b"mcp-session-id")
+            kind = response.field(b"content-type") or ""
             if kind.startswith("application/json"):
-                in_session = response.status == 404 and "Mcp-Session-Id" in headers
-                reply = self._read_reply(await self._read(response), number, response.status, in_session)
-                response.release()
-            elif response.status == 404 and "Mcp-Session-Id" in headers:
-                response.release()
+                text = await response.read(self._limits.response_bytes)
+                reply = self._read_reply(text, number, response.status, in_session)
+            elif response.status == 404 and in_session:
                 raise _SessionGone
             elif response.status == 200 and kind.startswith("text/event-stream"):
-                reply = await self._read_stream(response, headers, number, progress, token)
-                response.release()
+                reply = await self._read_stream(response, fields, number, progress, token)
             else:
-                response.close()
                 raise UpstreamError(
                     f"Tool server {self.name!r} answered HTTP {response.status} ({kind or 'untyped'}).",
                     code="tool_server_protocol",
                 )
-        except aiohttp.ClientConnectorError as error:
+        except ConnectFailed as error:
             raise UpstreamLost(
-                f"Tool server {self.name!r} can't be reached: {error.strerror or error}",
-                sent=False,
-                code="tool_server_unreachable",
+                f"Tool server {self.name!r} can't be reached: {error}", sent=False, code="tool_server_unreachable"
             ) from None
-        except aiohttp.ConnectionTimeoutError:
-            raise UpstreamLost(
-                f"Tool server {self.name!r} accepted no connection in {self._limits.connect_timeout_s:g} s.",
-                sent=False,
-                code="tool_server_unreachable",
-            ) from None
-        except (aiohttp.ClientError, ConnectionError, ValueError) as error:
-            if response is not None:
-                response.close()
+        except (Broken, ValueError) as error:
             if not self._fixed:
                 # Whatever comes back at that address may be another server: ask it again.
                 self._era = self._session = None
-            raise UpstreamLost(
-                f"Tool server {self.name!r} broke off during a call: {error or type(error).__name__}",
-                sent=True,
+            raise UpstreamLost(f"Tool server {self.name!r} broke off during a call: {error}", sent=True) from None
+        except TooMuch:
+            raise UpstreamError(
+                f"Tool server {self.name!r} sent more than {self._limits.response_bytes} bytes for one call.",
+                code="result_too_large",
             ) from None
-        except BaseException:
-            # Cancelled or refused: closing the connection is what tells the server to stop.
+        finally:
+            # An incomplete response (we were cancelled, or refuse it) closes the connection; the server sees that.
             if response is not None:
-                response.close()
-            raise
+                response.release()
         return reply
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        length = response.content_length
-        limit = self._limits.response_bytes
-        if length is not None and length <= limit:
-            return await response.read()
-        chunks: list[bytes] = []
-        size = 0
-        if length is None:
-            async for chunk in response.content.iter_any():
-                size += len(chunk)
-                if size > limit:
-                    break
-                chunks.append(chunk)
-            else:
-                return b"".join(chunks)
-        raise UpstreamError(
-            f"Tool server {self.name!r} sent more than {limit} bytes for one call.", code="result_too_large"
-        )
 
     def _read_reply(self, body: bytes, number: bytes, status: int, in_session: bool) -> wire.Reply:
         envelope = self._parse(body)
@@ -379,40 +335,42 @@ class Upstream:
 
     async def _read_stream(
         self,
-        response: aiohttp.ClientResponse,
-        headers: CIMultiDict[str],
+        response: Response,
+        fields: bytes,
         number: bytes,
         progress: Progress | None,
         token: bytes | None,
     ) -> wire.Reply:
         """Reads events until the response; what belongs to the request goes to `progress`."""
         reader = SseReader(self._limits.response_bytes)
-        for attempt in range(_RESUME_ATTEMPTS):
-            async for chunk in response.content.iter_any():
-                for data in reader.feed(chunk):
-                    envelope = self._parse(data)
-                    if (reply := _reply_in(envelope, number)) is not None:
-                        return reply
-                    await self._aside(envelope, data, headers, progress, token)
-            if reader.last_id is None or self._era is Era.MODERN or attempt == _RESUME_ATTEMPTS - 1:
-                break
-            # 2025-11-25 lets a server close the stream and be polled: go on after the last event seen.
-            response.release()
-            await asyncio.sleep(min((reader.retry_ms or 1000) / 1000, 30.0))
-            resumed = headers.copy()
-            resumed["Last-Event-ID"] = reader.last_id
-            resumed.pop("Content-Type", None)
-            response = await self._http.get(self._url, headers=resumed, allow_redirects=False)
-            if response.status != 200:
-                break
-        response.close()
+        current = response
+        try:
+            for _ in range(_RESUME_ATTEMPTS):
+                while (chunk := await current.next_chunk()) is not None:
+                    for data in reader.feed(chunk):
+                        envelope = self._parse(data)
+                        if (reply := _reply_in(envelope, number)) is not None:
+                            return reply
+                        await self._aside(envelope, data, fields, progress, token)
+                if reader.last_id is None or self._era is Era.MODERN:
+                    break
+                # 2025-11-25 lets a server close the stream and be polled: go on after the last event seen.
+                current.release()
+                await asyncio.sleep(min((reader.retry_ms or 1000) / 1000, 30.0))
+                resumed = fields + b"Last-Event-ID: %b\r\n" % reader.last_id.encode("ascii", "ignore")
+                current = await self._http.request(b"GET", resumed, b"")
+                if current.status != 200:
+                    break
+        finally:
+            if current is not response:
+                current.release()
         raise UpstreamLost(f"Tool server {self.name!r} ended the stream without a response.", sent=True)
 
     async def _aside(
         self,
         envelope: wire.Envelope,
         data: bytes,
-        headers: CIMultiDict[str],
+        fields: bytes,
         progress: Progress | None,
         token: bytes | None,
     ) -> None:
@@ -438,7 +396,7 @@ class Upstream:
                 if envelope.method == "ping"
                 else wire.error_message(number, b'{"code":-32601,"message":"No such capability is declared."}')
             )
-            await self._post_quietly(body, headers)
+            await self._post_quietly(body, fields)
 
 
 class _SessionGone(Exception):

@@ -110,7 +110,7 @@ async def serving(limits: Limits) -> AsyncIterator[Gateway]:
     config = uvicorn.Config(plane, port=0, lifespan="off", log_level="warning", access_log=False)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110
+    while not server.started:
         await asyncio.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:

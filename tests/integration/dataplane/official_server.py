@@ -89,7 +89,7 @@ async def block(seconds: float) -> str:
 @server.tool()
 async def crash(path: str) -> str:
     """Ends the process, unless the file at path exists already."""
-    if os.path.exists(path):  # noqa: ASYNC240
+    if os.path.exists(path):
         return "survived"
     open(path, "w").close()  # noqa: ASYNC230
     os._exit(3)
