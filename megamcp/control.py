@@ -15,9 +15,9 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import asyncpg
-from sqlalchemy.engine import make_url
 
 from megamcp import store as sql
 from megamcp.dataplane.ports import (
@@ -32,6 +32,7 @@ from megamcp.dataplane.ports import (
 from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
 from megamcp.errors import Conflict, DeadlineExceeded, Gone, NotFound
 from megamcp.handles import Mode, Signer, fingerprint
+from megamcp.migrate import migrate
 from megamcp.rollouts import Rollouts
 from megamcp.settings import Settings
 from megamcp.store import Store
@@ -159,15 +160,15 @@ class Control:
         )
 
     def _server_view(self, loaded: LoadedEnvironment, server: LoadedServer) -> ServerView:
-        config = server.config
+        config, stateful = server.config, server.schema is not None
         if config.url:
-            return ServerView(server.name, UrlTarget(config.url, config.headers), exactly_once=False)
+            return ServerView(server.name, UrlTarget(config.url, config.headers), exactly_once=stateful)
         assert config.entry is not None
         environ: dict[str, str] = {"MEGAMCP_TOOL_POOL": str(self._settings.tool_connections), **config.env}
         if server.schema:
             environ["MEGAMCP_TOOL_DSN"] = role_dsn(self._dsn, server.schema.tool_role, self._signer.password("tool"))
         target = ChildTarget.sdk(config.entry, _with_path(environ, loaded), cwd=str(loaded.folder))
-        return ServerView(server.name, target, exactly_once=server.schema is not None)
+        return ServerView(server.name, target, exactly_once=stateful)
 
     async def open_for_session(self, environment: str, *, key: str | None) -> str:
         if key is None:
@@ -239,7 +240,6 @@ class Control:
                     idempotency_key,
                     request,
                     self._instance.owner,
-                    max(1, int(left * 1000)),
                 )
             except (Gone, NotFound):
                 self._passed_through.pop(rollout.id, None)
@@ -281,10 +281,25 @@ class Control:
         )
 
 
+async def tool_dsn(dsn: str, environment: str, server: str | None = None) -> str:
+    """DSN of the role that a tool server of a loaded environment works as, for one that runs alone.
+
+    `dsn` is the control role's. Raises `NotFound`.
+    """
+    signer = await migrate(dsn)
+    async with Store.open(dsn, 1) as store:
+        target = (await Environments(store, signer).find(environment)).server(server)
+    assert target.schema is not None
+    return role_dsn(dsn, target.schema.tool_role, signer.password("tool"))
+
+
 def role_dsn(dsn: str, role: str, password: str) -> str:
     """The same database for another login."""
-    url = make_url(dsn).set(drivername="postgresql", username=role, password=password)
-    return url.render_as_string(hide_password=False)
+    parts = urlsplit(dsn)
+    login = f"{quote(role, safe='')}:{quote(password, safe='')}"
+    options = [(name, value) for name, value in parse_qsl(parts.query) if name not in ("user", "password")]
+    place = parts.netloc.rpartition("@")[2]
+    return urlunsplit(("postgresql", f"{login}@{place}", parts.path, urlencode(options), ""))
 
 
 def _with_path(environ: Mapping[str, str], loaded: LoadedEnvironment) -> dict[str, str]:

@@ -7,10 +7,12 @@ memory, so any number of gateway processes may do this at once.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 BASE = "base"
 HEAD = "head"
 _END_TRIES = 20
+_GLANCE_S = 0.05
+_SLICE_S = 1.0
 
 
 Locked = tuple[asyncpg.Connection, asyncpg.Record]
@@ -57,6 +61,7 @@ class Rollouts:
         self._store = store
         self._environments = environments
         self._settings = settings
+        self._waiters = asyncio.Semaphore(max(1, settings.control_connections // 3))
         self.open_count = 0
         """Open rollouts in the database as the reaper last counted them, plus those made here since."""
 
@@ -250,60 +255,76 @@ class Rollouts:
 
     async def score(self, rollout: str, score: dict[str, Any]) -> int:
         """Keep a score beside the journal; gives its row number. Ended rollouts take scores too."""
-        async with self._store.transaction() as connection:
-            await connection.execute("select pg_advisory_xact_lock(megamcp.lock_key($1))", rollout)
-            seq: int | None = await connection.fetchval(sql.SCORE, rollout, score)
+        seq: int | None = await self._store.value(sql.SCORE, rollout, score)
         if seq is None:
             await self.get(rollout)
             raise Conflict("The score was not kept.", code="score_not_kept")
         return seq
 
     @asynccontextmanager
-    async def _alone(
-        self, rollout: str, patience_s: float, reason: str
-    ) -> AsyncIterator[tuple[asyncpg.Connection, asyncpg.Record]]:
+    async def _alone(self, rollout: str, patience_s: float, reason: str) -> AsyncIterator[Locked]:
         """The open rollout, locked against calls and other moves until the transaction ends."""
-        for attempt in range(_END_TRIES):
-            wait = max(patience_s, 0.001) if attempt == 0 else 0.05
-            async with self._store.connection() as connection:
-                transaction = connection.transaction()
-                await transaction.start()
-                try:
-                    await connection.execute(f"set local lock_timeout = {int(wait * 1000)}")
-                    await connection.execute("select pg_advisory_xact_lock(megamcp.lock_key($1))", rollout)
-                except asyncpg.LockNotAvailableError:
-                    await transaction.rollback()
-                    ended = await self._end_calls(connection, rollout, reason)
-                    log.info("ended %d calls of %s that were in the way", ended, rollout)
-                    continue
-                except BaseException:
-                    await transaction.rollback()
-                    raise
-                try:
-                    await connection.execute("set local lock_timeout = 0")
-                    row = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
-                    if row is None:
-                        raise NotFound(f"There is no rollout {rollout}.", code="rollout_not_found")
-                    demand_open(row)
-                    yield connection, row
-                except BaseException:
-                    await transaction.rollback()
-                    raise
-                await transaction.commit()
-                return
-        raise DeadlineExceeded(
-            f"Rollout {rollout} could not be brought to rest.", code="rollout_busy", hint="Try again."
-        )
+        async with self._locked(rollout, "pg_advisory_xact_lock", patience_s, reason) as (connection, row):
+            demand_open(row)
+            yield connection, row
 
-    async def _end_calls(self, connection: asyncpg.Connection, rollout: str, reason: str) -> int:
-        key = await connection.fetchval("select megamcp.lock_key($1)", rollout)
-        holders = await connection.fetch(sql.HOLDERS, key)
+    @asynccontextmanager
+    async def _reading(self, rollout: str) -> AsyncIterator[Locked]:
+        """The rollout, in a transaction in which no call that writes is half done. Waits, and ends nothing."""
+        patience_s = self._settings.quiesce_timeout_s
+        async with self._locked(rollout, "pg_advisory_xact_lock_shared", patience_s, None) as locked:
+            yield locked
+
+    @asynccontextmanager
+    async def _locked(self, rollout: str, lock: str, patience_s: float, reason: str | None) -> AsyncIterator[Locked]:
+        """Take a rollout's lock. When patience ends: `DeadlineExceeded`, or with a `reason` end the calls in the way.
+
+        Waiting holds a connection that other rollouts may need, so only some may wait long at a time.
+        """
+        give_up = time.monotonic() + patience_s
+        tries_left = _END_TRIES
+        wait_s, ending = _GLANCE_S, False
+        async with contextlib.AsyncExitStack() as stack:
+            while True:
+                async with self._store.transaction() as connection:
+                    await connection.execute(f"set local lock_timeout = {max(1, int(wait_s * 1000))}")
+                    # Calls are ended while this waits in line, so that the next one in line isn't let in before it.
+                    end = asyncio.create_task(self._end_calls(rollout, reason)) if ending and reason else None
+                    try:
+                        async with connection.transaction():
+                            await connection.execute(f"select {lock}(megamcp.lock_key($1))", rollout)
+                    except asyncpg.LockNotAvailableError:
+                        pass
+                    else:
+                        await connection.execute("set local lock_timeout = 0")
+                        row = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
+                        if row is None:
+                            raise NotFound(f"There is no rollout {rollout}.", code="rollout_not_found")
+                        yield connection, row
+                        return
+                    finally:
+                        if end:
+                            await end
+                if wait_s == _GLANCE_S:
+                    await stack.enter_async_context(self._waiters)
+                left = give_up - time.monotonic()
+                ending = left <= 0
+                if ending:
+                    tries_left -= 1
+                    if reason is None or not tries_left:
+                        raise DeadlineExceeded(
+                            f"Rollout {rollout} is busy: a call of it is still running.", code="rollout_busy"
+                        )
+                wait_s = _SLICE_S if ending else min(max(left, 0.1), _SLICE_S)
+
+    async def _end_calls(self, rollout: str, reason: str) -> None:
+        await asyncio.sleep(0.02)
+        holders = await self._store.rows(sql.HOLDERS, rollout)
         calls = [row["name"].removeprefix("call ") for row in holders if row["name"].startswith("call ")]
         # Told first, so that whoever asks what became of the call learns why.
-        await connection.execute(sql.TELL_ENDED, calls, f"The call was ended: {reason}. Nothing of it was kept.")
-        await connection.execute(sql.END_BACKENDS, [row["pid"] for row in holders])
-        await asyncio.sleep(0.005)
-        return len(holders)
+        await self._store.value(sql.TELL_ENDED, calls, f"The call was ended: {reason}. Nothing of it was kept.")
+        await self._store.value(sql.END_BACKENDS, [row["pid"] for row in holders])
+        log.info("ended %d calls of %s: %s", len(calls), rollout, reason)
 
     # -- checkpoints' leases ------------------------------------------------------------------------------------
 
@@ -363,8 +384,7 @@ class Rollouts:
         """Row changes from one point to another, per server that has SQL state."""
         row = await self.get(rollout)
         environment = await self._environments.by_id(row["environment"])
-        async with self._reading(rollout) as connection:
-            row = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
+        async with self._reading(rollout) as (connection, row):
             a, b = await self.point(row, start), await self.point(row, end)
             return {
                 server.name: (
@@ -379,8 +399,7 @@ class Rollouts:
         """The digest at a point, its part per server, and the counters that it leaves out."""
         row = await self.get(rollout)
         environment = await self._environments.by_id(row["environment"])
-        async with self._reading(rollout) as connection:
-            row = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
+        async with self._reading(rollout) as (connection, row):
             point = await self.point(row, at)
             sums, counters = dict(point.sums), {}
             for server in environment.servers:
@@ -394,14 +413,6 @@ class Rollouts:
             server.name: _part(server, sums) if server.schema else None for server in environment.servers
         }
         return digest_of(environment, sums), per_server, counters
-
-    @asynccontextmanager
-    async def _reading(self, rollout: str) -> AsyncIterator[asyncpg.Connection]:
-        """A transaction in which no call that writes is half done."""
-        async with self._store.transaction() as connection:
-            await connection.execute(f"set local lock_timeout = {int(self._settings.quiesce_timeout_s * 1000)}")
-            await connection.execute("select pg_advisory_xact_lock_shared(megamcp.lock_key($1))", rollout)
-            yield connection
 
 
 def demand_open(row: asyncpg.Record) -> None:

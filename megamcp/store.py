@@ -189,8 +189,8 @@ insert into megamcp.events (rollout, seq, kind, data) select id, seq, 'score', $
 HOLDERS = """select l.pid, a.application_name as name from pg_locks l join pg_stat_activity a on a.pid = l.pid
     where l.locktype = 'advisory' and l.granted and l.objsubid = 1
       and l.database = (select oid from pg_database where datname = current_database())
-      and l.classid::bigint = (($1::bigint >> 32) & 4294967295) and l.objid::bigint = ($1::bigint & 4294967295)
-      and a.usename <> current_user"""
+      and l.classid::bigint = ((megamcp.lock_key($1) >> 32) & 4294967295)
+      and l.objid::bigint = (megamcp.lock_key($1) & 4294967295) and a.usename <> current_user"""
 
 # What the agent of a call that is about to be ended will be told.
 TELL_ENDED = """insert into megamcp.ended_calls (nonce, reason) select x, $2 from unnest($1::uuid[]) as x
@@ -209,7 +209,7 @@ CALL_FAIL = "select recorded, result, is_error from megamcp.call_fail($1, $2, $3
 
 # At most once: the row before the call, or the row that the same key left.
 CALL_INTENT = """select found_state, result, is_error, seq
-    from megamcp.call_intent($1, $2, $3, $4, $5, $6, $7, $8, $9)"""
+    from megamcp.call_intent($1, $2, $3, $4, $5, $6, $7, $8)"""
 
 # The row after the call; false when the rollout was rolled back or released meanwhile.
 CALL_OUTCOME = "select megamcp.call_outcome($1, $2, $3, $4, $5, 'done')"

@@ -134,6 +134,9 @@ begin
     if r.epoch <> h.epoch then
         perform megamcp.refuse('MM409', 'rolled_back', 'The rollout was rolled back while this call was on its way.');
     end if;
+    if h.mode = 'w' then
+        insert into megamcp.open_calls (nonce) values (h.nonce);
+    end if;
     if exists (select 1 from megamcp.events x where x.nonce = h.nonce) then
         perform megamcp.refuse('MM403', 'handle_replayed', 'The state handle was used before; each is good for one call.');
     end if;
@@ -152,6 +155,7 @@ begin
                 perform megamcp.refuse('MM422', 'idempotency_key_reused',
                     format('Idempotency key %s was used for another request (%s).', to_json(h.key), e.tool));
             end if;
+            delete from megamcp.open_calls o where o.nonce = h.nonce and h.mode = 'w';
             replayed := true;
             result := megamcp.event_result(e);
             is_error := e.is_error;
@@ -163,13 +167,6 @@ begin
         end if;
     end if;
     replayed := false;
-    seq := r.seq + 1;
-    if h.mode = 'w' then
-        insert into megamcp.events (rollout, seq, kind, server, tool, arguments, state, nonce, idempotency_key,
-                                    fingerprint, checkpoint, epoch, exact)
-        values (h.rollout, r.seq + 1, 'call', h.server, tool, arguments, 'running', h.nonce, h.key,
-                h.fingerprint, r.checkpoint, r.epoch, true);
-    end if;
     -- A tool server that hangs can't hold the rollout for longer than the call may take.
     perform set_config('transaction_timeout',
         greatest(1, ceil(extract(epoch from h.deadline - clock_timestamp()) * 1000) + 2000)::bigint::text, true);
@@ -187,51 +184,64 @@ begin
     end if;
 end $$;
 
+-- The journal row of a call, on the rollout's present path. Null where the rollout was moved or has ended.
+create or replace function megamcp.append_call(h megamcp.handle, tool text, arguments text, result text, blob bytea,
+    failed boolean, outcome text, began timestamptz, fenced boolean) returns bigint
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+declare
+    r record;
+begin
+    update megamcp.rollouts x set seq = x.seq + 1, dirty = x.dirty or h.mode = 'w'
+     where x.id = h.rollout and x.status = 'open' and (x.epoch = h.epoch or not fenced)
+    returning x.seq, x.checkpoint, x.epoch into r;
+    if found then
+        insert into megamcp.events (rollout, seq, kind, at, server, tool, arguments, state, nonce, idempotency_key,
+                                    fingerprint, checkpoint, epoch, exact, result, result_blob, is_error, ended_at)
+        values (h.rollout, r.seq, 'call', began, h.server, tool, arguments, outcome, h.nonce,
+                -- The key of a call that failed is not kept: nothing was done, so a retry may do it.
+                case when outcome = 'done' then h.key end,
+                h.fingerprint, r.checkpoint, r.epoch, true, result, blob, failed, clock_timestamp());
+    end if;
+    return r.seq;
+end $$;
+
 create or replace function megamcp.call_finish(token text, tool text, arguments text, result text, failed boolean)
 returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
     h megamcp.handle := megamcp.open_handle(token);
     kept record := megamcp.keep_result(result);
+    began timestamptz;
     number bigint;
 begin
     if h.mode = 'w' then
-        update megamcp.events e
-           set state = 'done', result = kept.result, result_blob = kept.blob, is_error = failed, ended_at = clock_timestamp()
-         where e.nonce = h.nonce and e.state = 'running'
-        returning e.seq into number;
-        if number is not null then
-            update megamcp.rollouts r set seq = number, dirty = true
-             where r.id = h.rollout and r.epoch = h.epoch and r.status = 'open' and r.seq = number - 1;
-        end if;
+        delete from megamcp.open_calls o where o.nonce = h.nonce returning o.started_at into began;
     elsif current_setting('megamcp.binding', true) <> '' then
-        update megamcp.rollouts r set seq = r.seq + 1
-         where r.id = h.rollout and r.epoch = h.epoch and r.status = 'open'
-        returning r.seq into number;
-        if number is not null then
-            insert into megamcp.events (rollout, seq, kind, at, server, tool, arguments, state, nonce, idempotency_key,
-                                        fingerprint, checkpoint, epoch, exact, result, result_blob, is_error, ended_at)
-            select h.rollout, number, 'call', transaction_timestamp(), h.server, tool, arguments, 'done', h.nonce, h.key,
-                   h.fingerprint, r.checkpoint, r.epoch, true, kept.result, kept.blob, failed, clock_timestamp()
-              from megamcp.rollouts r where r.id = h.rollout;
-        end if;
+        began := transaction_timestamp();
     end if;
-    if not found or number is null then
+    if began is not null then
+        number := megamcp.append_call(h, tool, arguments, kept.result, kept.blob, failed, 'done', began, true);
+    end if;
+    if number is null then
         perform megamcp.refuse('MM423', 'transaction_lost', 'The call''s transaction ended before the call did.');
     end if;
     return number;
 end $$;
 
--- After the call's own transaction is gone: keeps its error. The lock makes sure that it really is gone.
+-- After the call's own transaction is gone: what it recorded, else its error goes to the journal now.
 create or replace function megamcp.call_fail(token text, tool text, arguments text, error_result text,
     out recorded boolean, out result text, out is_error boolean)
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
     h megamcp.handle := megamcp.open_handle(token);
-    r record;
     e megamcp.events;
     kept record;
 begin
-    r := megamcp.enter(h, false, interval '30 seconds');
+    if h.mode not in ('r', 'w') then
+        perform megamcp.refuse('MM401', 'handle_forged', 'This state handle is not for a call.');
+    end if;
+    perform set_config('lock_timeout', '30000', true);
+    insert into megamcp.open_calls (nonce) values (h.nonce);    -- waits for the call's own transaction
+    delete from megamcp.open_calls o where o.nonce = h.nonce;
     select x.* into e from megamcp.events x where x.nonce = h.nonce;
     if found then
         recorded := true;
@@ -245,16 +255,8 @@ begin
     recorded := coalesce(recorded, false);
     result := coalesce(result, error_result);
     is_error := true;
-    if r.status <> 'open' then
-        return;
-    end if;
     kept := megamcp.keep_result(result);
-    -- The key is not kept: nothing was done, so a retry may do it.
-    insert into megamcp.events (rollout, seq, kind, server, tool, arguments, state, nonce, fingerprint,
-                                checkpoint, epoch, exact, result, result_blob, is_error, ended_at)
-    values (h.rollout, r.seq + 1, 'call', h.server, tool, arguments, 'failed', h.nonce, h.fingerprint,
-            r.checkpoint, r.epoch, true, kept.result, kept.blob, true, clock_timestamp());
-    update megamcp.rollouts x set seq = x.seq + 1 where x.id = h.rollout;
+    perform megamcp.append_call(h, tool, arguments, kept.result, kept.blob, true, 'failed', clock_timestamp(), false);
 end $$;
 
 -- Read-only SQL of an evaluator, by the state's query role.
@@ -287,15 +289,13 @@ end $$;
 
 -- A call to a server that keeps no state here: at most once. The row comes first; an outcome may never follow.
 create or replace function megamcp.call_intent(rollout text, server text, tool text, arguments text, nonce uuid,
-    key text, fingerprint bytea, owner bigint, wait_ms bigint,
+    key text, fingerprint bytea, owner bigint,
     out found_state text, out result text, out is_error boolean, out seq bigint)
 language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
 declare
     r megamcp.rollouts;
     e megamcp.events;
 begin
-    perform set_config('lock_timeout', greatest(1, wait_ms)::text, true);
-    perform pg_advisory_xact_lock_shared(megamcp.lock_key(rollout));
     select x.* into r from megamcp.rollouts x where x.id = rollout for no key update;
     if not found then
         perform megamcp.refuse('MM404', 'rollout_not_found', format('There is no rollout %s.', rollout));
@@ -341,11 +341,11 @@ begin
     return exists (select 1 from megamcp.rollouts r where r.id = p_rollout and r.epoch = at_epoch and r.status = 'open');
 end $$;
 
--- A tool can't end the transaction by itself: at COMMIT the call must have its result.
+-- A tool can't end the transaction by itself: at COMMIT its call must be over.
 create or replace function megamcp.demand_result() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 begin
-    if exists (select 1 from megamcp.events e where e.rollout = new.rollout and e.seq = new.seq and e.state = 'running') then
+    if exists (select 1 from megamcp.open_calls o where o.nonce = new.nonce) then
         perform megamcp.refuse('MM424', 'tool_committed',
             'The transaction belongs to the gateway: a tool may not commit it. Nothing was changed.');
     end if;
@@ -354,10 +354,9 @@ end $$;
 
 do $$
 begin
-    if not exists (select 1 from pg_trigger where tgname = 'call_has_result' and tgrelid = 'megamcp.events'::regclass) then
-        create constraint trigger call_has_result after insert on megamcp.events
-            deferrable initially deferred for each row
-            when (new.exact and new.state = 'running') execute function megamcp.demand_result();
+    if not exists (select 1 from pg_trigger where tgname = 'call_is_over' and tgrelid = 'megamcp.open_calls'::regclass) then
+        create constraint trigger call_is_over after insert on megamcp.open_calls
+            deferrable initially deferred for each row execute function megamcp.demand_result();
     end if;
 end $$;
 

@@ -118,7 +118,7 @@ create table megamcp.events (
     fingerprint bytea,                  -- of server, tool and arguments: a key belongs to one request
     checkpoint text,                    -- with epoch: the path segment that the call belongs to
     epoch integer,
-    exact boolean,                      -- effects and result commit together
+    exact boolean,                      -- effects and result committed together
     owner bigint,                       -- gateway process of a call that isn't exact
     primary key (rollout, seq)
 ) with (fillfactor = 80);
@@ -126,6 +126,13 @@ create unique index events_nonce_key on megamcp.events (nonce) where nonce is no
 create index on megamcp.events (rollout, idempotency_key) where idempotency_key is not null;
 create index on megamcp.events (owner) where kind = 'call' and not exact and state = 'running';
 create index on megamcp.events (at);
+
+-- Calls that write, from call_begin to call_finish, each seen by its own transaction only: at COMMIT a row that is left
+-- is an error. Whoever has to know whether a call's transaction is over inserts its nonce too, and waits for that.
+create unlogged table megamcp.open_calls (
+    nonce uuid primary key,
+    started_at timestamptz not null default clock_timestamp()
+);
 
 -- Calls that an operation on their rollout had to end: what their agents are told.
 create table megamcp.ended_calls (
