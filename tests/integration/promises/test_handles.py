@@ -1,4 +1,4 @@
-"""A state handle is good for one call: forged, expired, replayed and foreign ones are refused; so are the ways around."""
+"""A state handle is good for one call: forged, expired, replayed and foreign ones are refused, and the ways around."""
 
 import time
 import uuid
