@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import shutil
+import ssl
 
 import pytest
 from hypothesis import given, settings
@@ -190,3 +192,35 @@ async def test_a_stream_that_was_closed_is_gone_on_with_after_its_last_event():
     assert requests[4].startswith(b"GET ")
     assert b"Last-Event-ID: e1\r\n" in requests[4]
     assert b"Mcp-Session-Id: s1\r\n" in requests[4]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+async def test_https_is_spoken_only_with_a_certificate_that_is_trusted(tmp_path, monkeypatch):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    making = await asyncio.create_subprocess_exec(
+        *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+        *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "1"),
+        *("-keyout", str(key), "-out", str(certificate)),
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert await making.wait() == 0
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"{}")
+        writer.write(OK)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    address = Address.of(f"https://localhost:{server.sockets[0].getsockname()[1]}/mcp")
+    try:
+        stranger = Pool(address, limit=1, idle_s=4.0, connect_s=5.0)
+        with pytest.raises(ConnectFailed):
+            await body(stranger)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        pool = Pool(address, limit=1, idle_s=4.0, connect_s=5.0)
+        assert await body(pool) == b"hi"
+        await pool.aclose()
+        await asyncio.sleep(0.05)
+    finally:
+        server.close()
