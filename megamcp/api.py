@@ -6,7 +6,6 @@ The interface is documented where it is defined: `/docs` shows it, `/openapi.jso
 
 import asyncio
 import hmac
-import json
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
@@ -19,8 +18,9 @@ from starlette.exceptions import HTTPException
 
 from megamcp import store as sql
 from megamcp import types as t
+from megamcp.bodies import problem
 from megamcp.environments import LoadedEnvironment
-from megamcp.errors import BadRequest, MegaMCPError, NoCapacity, NotFound, Unauthorized
+from megamcp.errors import BadRequest, MegaMCPError, NotFound, Unauthorized
 from megamcp.services import Services
 from megamcp.state import TableDiff
 from megamcp.store import cursor_of, read_cursor, translate
@@ -34,9 +34,18 @@ COMMON: dict[int | str, dict[str, Any]] = {
         404: "No such thing: `rollout_not_found`, `checkpoint_not_found`, `environment_not_found`, …",
         409: "Not in a state that allows this: `foreign_checkpoint`, `checkpoint_pinned`, `rolled_back`, …",
         410: "It was there and is not any more: `rollout_closed`, `rollout_expired`, `checkpoint_gone`",
+        413: "The body is over the limit: `body_too_large`",
+        415: "The body isn't JSON: `unsupported_media_type`",
         422: "Understood and refused: `idempotency_key_reused`, `unsupported_schema`, `query_failed`, …",
         429: "A bound is reached: `too_many_rollouts`, `control_busy`, …; see `Retry-After`",
         503: "The database is away: `database_unavailable`",
+    }.items()
+}
+SLOW: dict[int | str, dict[str, Any]] = {
+    status: {**PROBLEM, "description": text}
+    for status, text in {
+        502: "The tool server died or makes no sense: `upstream_error`, …",
+        504: "It took longer than its deadline: `deadline_exceeded`, `query_timeout`",
     }.items()
 }
 MAX_PAGE = 1000
@@ -235,7 +244,13 @@ async def digest(s: S, rollout: RolloutId, at: Where = "head") -> t.Digest:
     return t.Digest(rollout=rollout, at=at, digest=total, servers=servers, counters=counters)
 
 
-@router.post("/rollouts/{rollout}/query", tags=["state"], summary="Read-only SQL on a rollout's state")
+@router.post(
+    "/rollouts/{rollout}/query",
+    tags=["state"],
+    summary="Read-only SQL on a rollout's state",
+    response_model=t.QueryResult,
+    responses=SLOW,
+)
 async def query(s: S, rollout: RolloutId, body: t.Query) -> Response:
     """For evaluators: one SELECT, by a role that can read this rollout's rows and nothing else."""
     columns, rows, truncated = await s.queries.run(rollout, body.server, body.sql, body.at)
@@ -251,10 +266,10 @@ async def query(s: S, rollout: RolloutId, body: t.Query) -> Response:
 async def events(
     s: S,
     rollout: RolloutId,
-    after: Annotated[int, Query(ge=0)] = 0,
+    after: Annotated[int, Query(ge=0, lt=2**63, description="Number of the last row that is known.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 500,
     accept: Annotated[str, Header()] = "application/json",
-    last_event_id: Annotated[int | None, Header(ge=0)] = None,
+    last_event_id: Annotated[int | None, Header(ge=0, lt=2**63, description="Goes before `after` in a stream.")] = None,
 ) -> Response:
     """JSON by default. With `Accept: text/event-stream`: one event a row, going on until the rollout ends."""
     await s.rollouts.get(rollout)
@@ -309,6 +324,7 @@ async def score(s: S, rollout: RolloutId, body: t.Score) -> t.Event:
     tags=["tools"],
     summary="The tools as the agent sees them",
     response_model=t.Tools,
+    responses=SLOW,
 )
 async def tools(s: S, rollout: RolloutId) -> Response:
     return Response(b'{"tools":[%b]}' % b",".join(await s.dataplane.tools(rollout)), media_type="application/json")
@@ -318,12 +334,25 @@ async def tools(s: S, rollout: RolloutId) -> Response:
     "/rollouts/{rollout}/call",
     tags=["tools"],
     summary="Call a tool as the agent would",
-    response_model=dict[str, Any],
+    response_model=t.ToolResult,
+    responses=SLOW,
 )
-async def call(s: S, rollout: RolloutId, body: t.Call) -> Response:
+async def call(
+    s: S,
+    rollout: RolloutId,
+    body: t.Call,
+    idempotency_key: Annotated[
+        str | None, Header(description="The same as the body's `idempotency_key`.", max_length=512)
+    ] = None,
+) -> Response:
     """The same path as MCP's `tools/call`; the answer is MCP's `CallToolResult`."""
+    key = body.idempotency_key
+    if idempotency_key is not None:
+        if key not in (None, idempotency_key):
+            raise BadRequest("The Idempotency-Key header and the body's differ.", code="bad_idempotency_key")
+        key = idempotency_key
     arguments = msgspec.json.encode(body.arguments)
-    result = await s.dataplane.call(rollout, body.tool, arguments, idempotency_key=body.idempotency_key)
+    result = await s.dataplane.call(rollout, body.tool, arguments, idempotency_key=key)
     return Response(result, media_type="application/json")
 
 
@@ -398,15 +427,6 @@ def _json(document: Any) -> Response:
     return Response(_encode(document), media_type="application/json")
 
 
-def problem(error: MegaMCPError, request: Request) -> Response:
-    """The error as an RFC 9457 document."""
-    headers = {"Retry-After": f"{max(1, round(error.retry_after))}"} if isinstance(error, NoCapacity) else None
-    if error.status == 503:
-        headers = {"Retry-After": "1"}
-    body = json.dumps(error.problem(request.url.path), default=str).encode()
-    return Response(body, error.status, headers, media_type="application/problem+json")
-
-
 def add_error_handlers(app: FastAPI) -> None:
     """One mapping from errors to the wire."""
 
@@ -428,8 +448,9 @@ def add_error_handlers(app: FastAPI) -> None:
                 request,
             )
         known = MegaMCPError(str(error.detail), code="method_not_allowed" if error.status_code == 405 else "http_error")
-        body = json.dumps({**known.problem(request.url.path), "status": error.status_code}).encode()
-        return Response(body, error.status_code, dict(error.headers or {}), media_type="application/problem+json")
+        document = {**known.problem(request.url.path), "title": "HTTPException", "status": error.status_code}
+        headers = dict(error.headers or {})
+        return Response(_encode(document), error.status_code, headers, media_type="application/problem+json")
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:

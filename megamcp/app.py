@@ -18,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from megamcp import __version__
 from megamcp.api import add_error_handlers, router
+from megamcp.bodies import StrictBodies
+from megamcp.dataplane import Dataplane
 from megamcp.environments import Environments, bundled
 from megamcp.errors import MegaMCPError, Unavailable, Unprocessable
 from megamcp.migrate import migrate
@@ -39,7 +41,7 @@ class Gateway:
         self.control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(AGENT_PATHS):
+        if scope["type"] == "http" and scope["path"].startswith(AGENT_PATHS) and Dataplane.serves(scope["path"]):
             services: Services = self.control.state.services
             await services.dataplane(scope, receive, send)
         else:
@@ -73,6 +75,7 @@ def create_app(settings: Settings | None = None) -> Gateway:
         lifespan=lifespan,
         redoc_url=None,
     )
+    control.add_middleware(StrictBodies, limit=settings.max_body_bytes)
     control.include_router(router)
     add_error_handlers(control)
     add_health(control)

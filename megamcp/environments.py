@@ -77,8 +77,8 @@ class ServerConfig(_Config):
         ways = [name for name in ("entry", "url", "command") if getattr(self, name)]
         if len(ways) != 1:
             raise ValueError("give exactly one of entry, url or command")
-        if isinstance(self.state, SchemaConfig) and not self.entry:
-            raise ValueError("state of kind schema needs entry: only a server on megamcp.sdk can use it")
+        if isinstance(self.state, SchemaConfig) and self.command:
+            raise ValueError("state of kind schema needs entry or url: only a server on megamcp.sdk can use it")
         return self
 
 
@@ -161,11 +161,12 @@ def read(path: Path) -> Source:
 
     Raises `Unprocessable` (`invalid_environment`) that names the file and every problem in it.
     """
-    path = path.expanduser().resolve()
-    file = path / "environment.toml" if path.is_dir() else path
+    file = path
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        path = path.expanduser().resolve()
+        file = path / "environment.toml" if path.is_dir() else path
+        text = _text(file)
+    except (OSError, ValueError, RuntimeError) as error:  # the last two: a NUL or an unknown ~user in the path
         raise _invalid(file, str(error)) from error
     try:
         raw = _from_mcp_json(file, json.loads(text)) if file.suffix == ".json" else tomllib.loads(text)
@@ -214,14 +215,22 @@ def _files(folder: Path, config: EnvironmentConfig) -> dict[str, str]:
                 )
             case SchemaConfig(schema_file=schema, seed=seeds):
                 for relative in (schema, *seeds):
-                    path = (folder / relative).resolve()
-                    if not path.is_relative_to(folder.resolve()):
-                        raise _invalid(path, "lies outside of the environment's folder")
+                    path = folder / relative
                     try:
-                        files[relative] = path.read_text(encoding="utf-8")
-                    except (OSError, UnicodeDecodeError) as error:
+                        path = path.resolve()
+                        if not path.is_relative_to(folder.resolve()):
+                            raise _invalid(path, "lies outside of the environment's folder")
+                        files[relative] = _text(path)
+                    except (OSError, ValueError) as error:
                         raise _invalid(path, str(error)) from error
     return files
+
+
+def _text(file: Path) -> str:
+    """A regular file's text: a pipe or a device would never end. Raises OSError, ValueError."""
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file} is not a regular file")
+    return file.read_text(encoding="utf-8")
 
 
 def _invalid(file: Path, reason: str, **extra: Any) -> Unprocessable:
@@ -301,8 +310,8 @@ class Environments:
 
     async def find(self, name: str) -> LoadedEnvironment:
         """By name (its newest version) or name@hash. Raises `NotFound`."""
-        plain, _, version = name.partition("@")
-        row = await self._store.row(ENVIRONMENT, plain, version or None)
+        plain, at, version = name.partition("@")
+        row = await self._store.row(ENVIRONMENT, plain, version if at else None)
         if row is None:
             known = await self._store.rows("select distinct name from megamcp.environments order by name")
             raise NotFound(

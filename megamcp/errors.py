@@ -7,6 +7,7 @@
     ├── Conflict               409  the thing is not in a state that allows this (rolled back meanwhile, still in use)
     ├── Gone                   410  released or expired: it was there and is not any more
     ├── TooLarge               413  a body over the limit
+    ├── UnsupportedMedia       415  a body that isn't JSON
     ├── Unprocessable          422  well-formed, but refused (idempotency key reused, environment can't be loaded)
     │   ├── UnsupportedSchema       a schema holds a construct that can't be copied on write exactly
     │   └── UnsupportedStatement    a statement that the state can't run exactly (SQLSTATE 0A000)
@@ -83,6 +84,10 @@ class TooLarge(MegaMCPError):
     status, jsonrpc, default_code = 413, -32600, "too_large"
 
 
+class UnsupportedMedia(MegaMCPError):
+    status, jsonrpc, default_code = 415, -32600, "unsupported_media_type"
+
+
 class Unprocessable(MegaMCPError):
     status, jsonrpc, default_code = 422, -32602, "unprocessable"
 
@@ -118,3 +123,10 @@ class Unavailable(MegaMCPError):
 
 class DeadlineExceeded(MegaMCPError):
     status, jsonrpc, default_code = 504, -32008, "deadline_exceeded"
+
+
+BY_RPC: dict[int, type[MegaMCPError]] = {
+    kind.jsonrpc: kind
+    for kind in (Unauthorized, Conflict, Gone, NoCapacity, UpstreamError, Unavailable, DeadlineExceeded)
+}
+"""The class of an error that a tool server on our SDK answered with; -32602 and -32600 are several classes' number."""

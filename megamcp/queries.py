@@ -2,7 +2,7 @@
 
 The statement is foreign text: it runs on a connection of the state's own query role (SELECT on the views, nothing
 else), as one statement of the extended protocol, in a READ ONLY transaction bound to one point, with a timeout and a
-row cap. What is refused before it is sent is in `state.statements.check_query`.
+row and a byte cap. What is refused before it is sent is in `state.statements.check_query`.
 """
 
 import asyncio
@@ -10,15 +10,22 @@ import time
 from typing import Any
 
 import asyncpg
+import msgspec
 
 from megamcp.control import role_dsn
 from megamcp.environments import Environments, LoadedServer
 from megamcp.errors import DeadlineExceeded, NoCapacity, Unprocessable
 from megamcp.handles import Mode, Signer
+from megamcp.plain import plain, read_exactly
 from megamcp.rollouts import HEAD, Rollouts
 from megamcp.settings import Settings
 from megamcp.state.statements import check_query
 from megamcp.store import translated
+
+BATCH = 100
+"""Rows that are fetched at once, so that a huge result is noticed before it fills the memory."""
+
+_encode = msgspec.json.Encoder(decimal_format="number").encode
 
 
 class Queries:
@@ -42,8 +49,8 @@ class Queries:
 
     async def run(
         self, rollout: str, server: str | None, sql: str, at: str | None
-    ) -> tuple[list[str], list[list[Any]], bool]:
-        """Columns, rows, and whether there were more rows than the cap.
+    ) -> tuple[list[str], list[msgspec.Raw], bool]:
+        """Columns, the JSON text of each row, and whether there were more rows or bytes than the caps.
 
         Raises `Unprocessable` (`query_failed` with the SQLSTATE, `unsupported_statement`), `DeadlineExceeded`.
         """
@@ -72,17 +79,29 @@ class Queries:
 
     async def _fetch(
         self, connection: asyncpg.Connection, handle: str, sql: str
-    ) -> tuple[list[str], list[list[Any]], bool]:
-        limit = self._settings.query_rows
+    ) -> tuple[list[str], list[msgspec.Raw], bool]:
         async with connection.transaction(readonly=True):
             await connection.execute("select megamcp.query_begin($1)", handle)
             await connection.execute(f"set local statement_timeout = {int(self._settings.query_timeout_s * 1000)}")
             try:
-                statement = await connection.prepare(sql)
-                rows = await (await statement.cursor()).fetch(limit + 1)
-            except asyncpg.QueryCanceledError as error:
+                async with asyncio.timeout(self._settings.query_timeout_s + 1):  # all batches together
+                    statement = await connection.prepare(sql)
+                    if parameters := statement.get_parameters():
+                        raise Unprocessable(
+                            f"The query has {len(parameters)} parameters; this endpoint takes none.",
+                            code="query_failed",
+                            hint="Write the values into the text.",
+                        )
+                    rows, truncated = await self._rows(await statement.cursor())
+            except (asyncpg.QueryCanceledError, TimeoutError) as error:
                 raise DeadlineExceeded(
                     f"The query took longer than {self._settings.query_timeout_s:g} s.", code="query_timeout"
+                ) from error
+            except asyncpg.UnsupportedClientFeatureError as error:
+                raise Unprocessable(
+                    f"A column can't be read: {error}",
+                    code="query_failed",
+                    hint="Cast it to text.",
                 ) from error
             except asyncpg.PostgresError as error:
                 if (error.sqlstate or "")[:2] in ("57", "08"):
@@ -93,8 +112,22 @@ class Queries:
                     sqlstate=error.sqlstate,
                     hint=error.hint,
                 ) from error
-        columns = [attribute.name for attribute in statement.get_attributes()]
-        return columns, [[plain(value) for value in row.values()] for row in rows[:limit]], len(rows) > limit
+        return [attribute.name for attribute in statement.get_attributes()], rows, truncated
+
+    async def _rows(self, cursor: Any) -> tuple[list[msgspec.Raw], bool]:
+        limit, room = self._settings.query_rows, self._settings.max_result_bytes
+        rows: list[msgspec.Raw] = []
+        while True:
+            wanted = min(BATCH, limit + 1 - len(rows))
+            batch = await cursor.fetch(wanted)
+            for record in batch:
+                text = _encode([plain(value) for value in record.values()])
+                room -= len(text)
+                if len(rows) == limit or room < 0:
+                    return rows, True
+                rows.append(msgspec.Raw(text))
+            if len(batch) < wanted:
+                return rows, False
 
     async def _pool(self, target: LoadedServer) -> asyncpg.Pool:
         assert target.schema is not None
@@ -106,20 +139,7 @@ class Queries:
                         role_dsn(self._dsn, role, self._signer.password("query")),
                         min_size=0,
                         max_size=self._settings.query_connections,
+                        init=read_exactly,
                         server_settings={"application_name": "megamcp query", "jit": "off"},
                     )
             return self._pools[role]
-
-
-def plain(value: Any) -> Any:
-    """A column's value as JSON has it; what JSON has no form for becomes text."""
-    match value:
-        case asyncpg.Record():
-            return [plain(item) for item in value.values()]
-        case list() | tuple():
-            return [plain(item) for item in value]
-        case bytes():
-            return "\\x" + value.hex()
-        case asyncpg.Range():
-            return str(value)
-    return value

@@ -2,9 +2,9 @@
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class RolloutStatus(StrEnum):
@@ -19,9 +19,14 @@ class RolloutStatus(StrEnum):
 
 
 class Model(BaseModel):
-    """Base of request bodies: an unknown field is an error, since it is most often a misspelt one."""
+    """Base of request bodies: no guessing. An unknown field is most often a misspelt one, `"4"` is no number."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def example(document: dict[str, Any]) -> ConfigDict:
+    """The configuration of a request body whose documentation shows `document`."""
+    return ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": [document]})
 
 
 class View(BaseModel):
@@ -30,7 +35,27 @@ class View(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-Ttl = Field(None, gt=0, description="Length of the lease in seconds. Omitted: the gateway's default.")
+def storable(value: Any) -> Any:
+    """The value, if PostgreSQL can store all of its text. Raises ValueError at a NUL character."""
+    pending = [value]
+    while pending:
+        match pending.pop():
+            case str() as text if "\0" in text:
+                raise ValueError("text must not hold the NUL character")
+            case dict() as members:
+                pending += [*members.keys(), *members.values()]
+            case list() as items:
+                pending += items
+    return value
+
+
+Text = Annotated[str, AfterValidator(storable)]
+Labels = Annotated[
+    dict[Annotated[Text, Field(max_length=100)], Annotated[Text, Field(max_length=1000)]], Field(max_length=64)
+]
+MAX_TURN = 2**31 - 1
+
+Ttl = Field(None, gt=0, description="Length of the lease in seconds. Omitted: the gateway's default.", examples=[3600])
 GroupName = Field(
     None,
     min_length=1,
@@ -43,14 +68,14 @@ SeedChoice = Literal["inherit", "fresh"] | int
 class OpenRollouts(Model):
     """Ask for new rollouts of an environment."""
 
-    environment: str = Field(
+    environment: Text = Field(
         description="Name, or name@hash for one fixed version.",
         examples=["retail"],
         min_length=1,
         max_length=300,
     )
     count: int = Field(1, ge=1, description="How many.")
-    group: str | None = GroupName
+    group: Text | None = GroupName
     ttl_s: float | None = Ttl
     seed: int | None = Field(
         None,
@@ -58,11 +83,9 @@ class OpenRollouts(Model):
         lt=2**63,
         description="Seed of the environment's randomness. Omitted: the environment's own, the same each time.",
     )
-    labels: dict[str, str] = Field(default_factory=dict, description="Free text, kept with each rollout.")
+    labels: Labels = Field(default_factory=dict, description="Free text, kept with each rollout.")
 
-    model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"environment": "retail", "count": 4, "ttl_s": 3600}]}
-    )
+    model_config = example({"environment": "retail", "count": 4, "ttl_s": 3600})
 
 
 class Rollout(View):
@@ -96,13 +119,19 @@ class Renew(Model):
 
     ttl_s: float | None = Ttl
 
+    model_config = example({"ttl_s": 3600})
+
 
 class MakeCheckpoint(Model):
     """Ask for a checkpoint of a rollout as it is now."""
 
-    label: str | None = Field(None, max_length=200, examples=["after look-up"])
-    turn: int | None = Field(None, ge=0, description="The caller's turn number. Omitted: the parent's + 1.")
+    label: Text | None = Field(None, max_length=200, description="A name for people to read.")
+    turn: int | None = Field(
+        None, ge=0, le=MAX_TURN, description="The caller's turn number. Omitted: the parent's + 1."
+    )
     ttl_s: float | None = Ttl
+
+    model_config = example({"label": "after look-up", "turn": 3})
 
 
 class Checkpoint(View):
@@ -131,27 +160,33 @@ class Checkpoints(View):
 class Pin(Model):
     """Hold a checkpoint under a name, whatever its own lease says."""
 
-    owner: str = Field(min_length=1, max_length=200, examples=["trainer-7"])
+    owner: Text = Field(min_length=1, max_length=200, description="Who holds it; the same name again renews.")
     ttl_s: float | None = Ttl
+
+    model_config = example({"owner": "trainer-7", "ttl_s": 86400})
 
 
 class Fork(Model):
     """Ask for rollouts that start from a checkpoint."""
 
-    count: int = Field(1, ge=1)
-    group: str | None = GroupName
+    count: int = Field(1, ge=1, description="How many.")
+    group: Text | None = GroupName
     ttl_s: float | None = Ttl
     seed: SeedChoice = Field(
         "inherit",
         description="`inherit` keeps the checkpoint's seed, `fresh` gives each fork its own, a number sets it.",
     )
-    labels: dict[str, str] = Field(default_factory=dict)
+    labels: Labels = Field(default_factory=dict, description="Free text, kept with each rollout.")
+
+    model_config = example({"count": 4, "seed": "fresh"})
 
 
 class Rollback(Model):
     """Move a rollout back to a checkpoint of its own, or to the one that it was forked from."""
 
-    checkpoint: str
+    checkpoint: Text = Field(max_length=100, description="A checkpoint id.")
+
+    model_config = example({"checkpoint": "cp_0a1b2c3d4e5f60718293a4b5c6d7e8f9"})
 
 
 class RowChange(View):
@@ -247,13 +282,26 @@ class Call(Model):
         None, min_length=1, max_length=512, description="The same key again gives the recorded result."
     )
 
+    model_config = example({"tool": "get_order", "arguments": {"order_id": "W100001"}})
+
+
+class ToolResult(View):
+    """MCP's `CallToolResult`, in the tool server's own bytes."""
+
+    model_config = ConfigDict(extra="allow")
+    content: list[dict[str, Any]] = Field(description="Content blocks of MCP.")
+    structuredContent: dict[str, Any] | None = Field(None, description="The result as the tool's output schema has it.")
+    isError: bool = Field(False, description="The tool refused or failed; nothing of the call was kept.")
+
 
 class Query(Model):
     """Read-only SQL on a rollout's state."""
 
     server: str | None = Field(None, description="May be omitted where the environment has one server with SQL state.")
     sql: str = Field(min_length=1, max_length=100_000, examples=["select count(*) from orders"])
-    at: str | None = Field(None, description="A checkpoint id, `base` or `head`. Omitted: head.")
+    at: Text | None = Field(None, max_length=100, description="A checkpoint id, `base` or `head`. Omitted: head.")
+
+    model_config = example({"sql": "select count(*) from orders where status = 'cancelled'", "at": "head"})
 
 
 class QueryResult(View):
@@ -267,10 +315,14 @@ class QueryResult(View):
 class Score(Model):
     """A reward or advantage, kept beside the journal."""
 
-    name: str = Field(min_length=1, max_length=200, examples=["reward"])
-    value: float
-    turn: int | None = Field(None, ge=0)
-    data: dict[str, Any] | None = None
+    name: Text = Field(min_length=1, max_length=200, description="What is measured.")
+    value: float = Field(allow_inf_nan=False)
+    turn: int | None = Field(None, ge=0, le=MAX_TURN, description="The turn that it belongs to.")
+    data: Annotated[dict[str, Any], AfterValidator(storable)] | None = Field(
+        None, description="Whatever belongs to it, as JSON."
+    )
+
+    model_config = example({"name": "reward", "value": 1.0, "turn": 3})
 
 
 class EnvironmentServer(View):
@@ -301,7 +353,9 @@ class Environments(View):
 class LoadEnvironment(Model):
     """Load an environment from a folder (or `mcp.json`) that the gateway can read."""
 
-    path: str = Field(examples=["tool_servers/retail"], min_length=1)
+    path: Text = Field(min_length=1, max_length=4096, description="Of the folder, or of the file.")
+
+    model_config = example({"path": "/srv/environments/retail"})
 
 
 class Problem(View):
