@@ -36,15 +36,18 @@ def _column(column: Column) -> str:
 
 
 def create(state: str, visible: str, table: Table) -> str:
-    """Tables, the base's rows (copied from the loaded table in `visible`) and the primary indexes."""
+    """Tables and the base's rows, copied from the loaded table in `visible`.
+
+    What every scan filters by comes first: a row is unpacked only as far as it is needed.
+    """
     columns = ",\n  ".join(_column(c) for c in table.columns)
     names = idents(table.names)
     p, b, d = (f(state, table.name) for f in (parent, base, delta))
     return f"""
 create table {p} (
+  {LAYER} bigint not null, {DELETED} boolean not null default false,
   {columns},
-  {LAYER} bigint not null, {DELETED} boolean not null default false, {STAMP} bigint not null default 0,
-  {OVER} bigint not null default -1
+  {STAMP} bigint not null default 0, {OVER} bigint not null default -1
 ) partition by list ({LAYER});
 create table {b} partition of {p} for values in (0);
 create table {d} partition of {p} default with (fillfactor = 90, autovacuum_analyze_scale_factor = 0.05,

@@ -205,10 +205,11 @@ def _write(state: str, table: Table, record: str, deleted: bool, *, once: bool) 
     sets = [f"{ident(c)} = excluded.{ident(c)}" for c in table.names]
     sets += [f"{DELETED} = excluded.{DELETED}", f"{STAMP} = excluded.{STAMP}"]
     guard = f"\n    where _mm_d.{STAMP} <> excluded.{STAMP}" if once else ""
+    nothing = 0 if once else -1
     over = (
-        f"coalesce((select _mm_p.{LAYER} from {d} _mm_p where _mm_p.{LAYER} = any (_mm_chain) "
-        f"and _mm_p.{LAYER} < _mm_head and {match('_mm_p', record, table.primary)} "
-        f"order by _mm_p.{LAYER} desc limit 1), {0 if once else -1})"
+        f"case when cardinality(_mm_chain) = 2 then {nothing} else coalesce((\n"
+        f"      select _mm_p.{LAYER} from {d} _mm_p where _mm_p.{LAYER} = any (_mm_chain)\n"
+        f"      and _mm_p.{LAYER} < _mm_head and {match('_mm_p', record, table.primary)} order by _mm_p.{LAYER} desc limit 1), {nothing}) end"
     )
     return (
         f"  insert into {d} as _mm_d ({names}, {LAYER}, {DELETED}, {STAMP}, {OVER})\n"
