@@ -73,7 +73,12 @@ class Link:
             case SocketTarget(path):
                 self._upstream = Upstream(server.name, _CHILD_URL, limits=limits, socket=path, era=Era.MODERN)
             case UrlTarget(url, headers):
-                self._upstream = Upstream(server.name, url, limits=limits, headers=headers)
+                try:
+                    self._upstream = Upstream(server.name, url, limits=limits, headers=headers)
+                except ValueError as error:
+                    raise UpstreamError(
+                        f"Tool server {server.name!r} can't be used: {error}.", code="bad_server_address"
+                    ) from None
                 self._upstream.on_list_changed = self._forget_tools
 
     @property
@@ -108,7 +113,7 @@ class Link:
         running = self._running
         if self._child is not None and running is not None and running.alive:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
+                async with asyncio.timeout(0.5):
                     await running.ended.wait()
 
     def seems_stuck(self) -> None:

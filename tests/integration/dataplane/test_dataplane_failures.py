@@ -181,6 +181,12 @@ async def test_an_unreachable_server_is_a_bad_gateway(own):
     assert (answer.status, answer.code) == (502, "tool_server_unreachable")
 
 
+async def test_an_address_that_can_not_be_used_is_a_bad_gateway(own):
+    for target in (UrlTarget("ftp://x/mcp"), UrlTarget("http://127.0.0.1:9/mcp", {"A": "b\r\nC: d"})):
+        answer = await own.call(own.open(ServerView("odd", target, exactly_once=False)), "echo", {"value": "x"})
+        assert (answer.status, answer.code) == (502, "bad_server_address")
+
+
 async def test_while_the_database_is_away_calls_are_503_and_then_work_again(gateway, shared):
     rollout = gateway.control.open(shared)
     gateway.control.away = True
