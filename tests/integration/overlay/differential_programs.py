@@ -20,8 +20,9 @@ class Openness(Enum):
     """One result only."""
     FIRST_FAILURE = "first failure"
     """Several rows are written: which of several broken constraints is told depends on their order."""
-    SELF_REFERENCE = "self reference"
-    """Rows of one table leave and others come to refer to them: PostgreSQL fires events in the order of rows."""
+    EVENT_ORDER = "event order"
+    """Several rows leave while rows that refer to them leave, change or come: PostgreSQL fires its foreign keys'
+    events row by row, so whether a cascade comes before a check depends on the order of rows."""
     KEY_SHIFT = "key shift"
     """Several unique keys move at once: whether they clash on the way depends on the order of rows."""
 
@@ -179,9 +180,7 @@ def _condition(random: Random, schema: Schema, table: Table, alias: str) -> str:
     ]
     if table.references:
         reference = random.choice(table.references)
-        match_ = " and ".join(
-            f"p.{t} = {alias}.{c}" for c, t in zip(reference.columns, reference.target, strict=True)
-        )
+        match_ = " and ".join(f"p.{t} = {alias}.{c}" for c, t in zip(reference.columns, reference.target, strict=True))
         options += [
             f"exists (select from {reference.table} p where {match_})",
             f"not exists (select from {reference.table} p where {match_})",
@@ -209,17 +208,23 @@ def _update(random: Random, schema: Schema, table: Table) -> Statement:
         sql = f"update {table.name} set {assignments}{_one_row(table, random)}"
         return Statement(sql + _returning(random, table, old_new=True))
     sql = f"update {table.name} set {assignments}{_where(random, schema, table, table.name)}"
-    openness = _openness(table, moves, assignments)
+    openness = _openness(schema, table, moves, assignments)
     return Statement(sql + _returning(random, table, old_new=True), openness)
 
 
-def _openness(table: Table, moves: bool, assignments: str) -> Openness:
+def _openness(schema: Schema, table: Table, moves: bool, assignments: str) -> Openness:
     """Of an UPDATE of several rows."""
     if not moves:
         return Openness.FIRST_FAILURE
     own = {name for r in table.references if r.table == table.name for name in r.columns}
     both = any(f"{name} = " in assignments for name in own)
-    return Openness.SELF_REFERENCE if both else Openness.KEY_SHIFT
+    return Openness.EVENT_ORDER if both or _cascades(schema, table) else Openness.KEY_SHIFT
+
+
+def _cascades(schema: Schema, table: Table) -> bool:
+    """Whether rows that leave may change other rows before some foreign key is checked."""
+    acting = any(r.acts for other in schema.tables for r in other.references if r.table == table.name)
+    return acting and any(r.checks for other in schema.tables for r in other.references)
 
 
 def _update_from(random: Random, schema: Schema, table: Table) -> Statement:
@@ -228,7 +233,7 @@ def _update_from(random: Random, schema: Schema, table: Table) -> Statement:
     assignments, moves = _assignments(random, schema, table, table.name)
     join = _join(random, table, table.name, source, "s")
     sql = f"update {table.name} set {assignments} from {source.name} s where {join}"
-    return Statement(sql + _returning(random, table), _openness(table, moves, assignments))
+    return Statement(sql + _returning(random, table), _openness(schema, table, moves, assignments))
 
 
 def _join(random: Random, table: Table, alias: str, other: Table, other_alias: str) -> str:
@@ -252,7 +257,11 @@ def _delete(random: Random, schema: Schema, table: Table) -> Statement:
     if random.random() < 0.5:
         return Statement(f"delete from {table.name}{_one_row(table, random)}{_returning(random, table)}")
     sql = f"delete from {table.name}{_where(random, schema, table, table.name)}{_returning(random, table)}"
-    return Statement(sql, Openness.FIRST_FAILURE)
+    return Statement(sql, _deleting(schema, table))
+
+
+def _deleting(schema: Schema, table: Table) -> Openness:
+    return Openness.EVENT_ORDER if _cascades(schema, table) else Openness.FIRST_FAILURE
 
 
 def _delete_using(random: Random, schema: Schema, table: Table) -> Statement:
@@ -260,7 +269,7 @@ def _delete_using(random: Random, schema: Schema, table: Table) -> Statement:
     join = _join(random, table, table.name, source, "s")
     extra = f" and ({_condition(random, schema, source, 's')})"
     sql = f"delete from {table.name} using {source.name} s where {join}{extra}{_returning(random, table)}"
-    return Statement(sql, Openness.FIRST_FAILURE)
+    return Statement(sql, _deleting(schema, table))
 
 
 def _merge(random: Random, schema: Schema, table: Table) -> Statement:
@@ -286,8 +295,9 @@ def _merge(random: Random, schema: Schema, table: Table) -> Statement:
     returning = random.choice(("", "", f" returning merge_action(), {table.name}.*"))
     sql = f"merge into {table.name} using {source.name} s on {join} {' '.join(clauses)}{returning}"
     writes = sum(word in sql for word in ("then delete", "then update", "then insert"))
-    if writes > 1 and any(reference.table == table.name for reference in table.references):
-        return Statement(sql, Openness.SELF_REFERENCE)
+    own = any(reference.table == table.name for reference in table.references)
+    if (writes > 1 and own) or _cascades(schema, table):
+        return Statement(sql, Openness.EVENT_ORDER)
     return Statement(sql, Openness.KEY_SHIFT if moves or "then insert" in sql else Openness.FIRST_FAILURE)
 
 

@@ -45,6 +45,17 @@ class Reference:
     columns: tuple[str, ...]
     table: str
     target: tuple[str, ...]
+    actions: str = ""
+
+    @property
+    def acts(self) -> bool:
+        """Changes referring rows."""
+        return any(word in self.actions for word in ("cascade", "set"))
+
+    @property
+    def checks(self) -> bool:
+        """May refuse: NO ACTION, also where none is written, and RESTRICT."""
+        return self.actions.count(" on ") < 2 or "restrict" in self.actions or "no action" in self.actions
 
 
 @dataclass(slots=True)
@@ -160,11 +171,7 @@ def _generated(random: Random, table: Table) -> None:
 
 
 def _unique(random: Random, table: Table) -> None:
-    usable = [
-        c.name
-        for c in table.columns
-        if c.name not in table.key and c.type not in {"jsonb"} and not c.generated
-    ]
+    usable = [c.name for c in table.columns if c.name not in table.key and c.type not in {"jsonb"} and not c.generated]
     if not usable or random.random() < 0.5:
         return
     names = tuple(random.sample(usable, min(len(usable), random.choice((1, 1, 2)))))
@@ -198,4 +205,4 @@ def _reference(random: Random, table: Table, target: Table, i: int) -> None:
     table.constraints.append(
         f"foreign key ({', '.join(names)}) references {target.name} ({', '.join(columns)}){actions}"
     )
-    table.references.append(Reference(tuple(names), target.name, columns))
+    table.references.append(Reference(tuple(names), target.name, columns, actions))

@@ -132,9 +132,7 @@ class Plain:
         statements = []
         for table in self.tables:
             select, insert = await self._columns(name, table)
-            rows = [
-                row[0] for row in await self.conn.fetch(f"select {select} from {name}.{table}")
-            ]
+            rows = [row[0] for row in await self.conn.fetch(f"select {select} from {name}.{table}")]
             if rows:
                 statements.append(f"{insert} values {', '.join(rows)}")
         return tuple(statements), await self.sequences(name)
