@@ -194,7 +194,7 @@ async def pin_checkpoint(s: S, checkpoint: CheckpointId, body: t.Pin) -> t.Check
 
 
 @router.delete(
-    "/checkpoints/{checkpoint}/pin/{owner}", tags=["checkpoints"], summary="Let go of a pin", status_code=204
+    "/checkpoints/{checkpoint}/pin/{owner:path}", tags=["checkpoints"], summary="Let go of a pin", status_code=204
 )
 async def unpin_checkpoint(s: S, checkpoint: CheckpointId, owner: str) -> None:
     await s.rollouts.unpin(checkpoint, owner)

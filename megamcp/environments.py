@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import asyncpg
 from pydantic import (
@@ -22,6 +23,7 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -71,6 +73,13 @@ class ServerConfig(_Config):
     args: list[str] = Field(default_factory=list)
     env: dict[str, str] = Field(default_factory=dict)
     state: StateConfig = Field(default_factory=NoneConfig)
+
+    @field_validator("url")
+    @classmethod
+    def _usable_url(cls, url: str | None) -> str | None:
+        if url is not None and (not url.isascii() or not urlsplit(url).hostname):
+            raise ValueError("an http or https URL in ASCII, with a host")
+        return url
 
     @model_validator(mode="after")
     def _one_way_to_reach_it(self) -> "ServerConfig":

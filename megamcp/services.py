@@ -72,6 +72,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
 def limits(settings: Settings) -> Limits:
     """The data plane's bounds, from the settings."""
     return Limits(
+        allowed_origins=tuple(settings.allowed_origins),
         body_bytes=settings.max_body_bytes,
         response_bytes=settings.max_result_bytes,
         call_timeout_s=settings.call_timeout_s,

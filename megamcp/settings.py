@@ -32,6 +32,10 @@ class Settings(BaseSettings):
         None, description="Base of the rollout URLs that are handed out. Unset: taken from each request."
     )
     workers: int = Field(1, ge=1, le=64, description="Gateway processes. Every lock is in PostgreSQL.")
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description="Origins (JSON list) whose web pages may reach rollouts, besides this machine's; `*` allows all.",
+    )
     api_key: SecretStr | None = Field(
         None,
         description="When set, `/v1` wants `Authorization: Bearer <key>`. Rollout URLs are their own secret.",
