@@ -62,7 +62,11 @@ def on_write(state: str, visible: str, catalog: Catalog, table: Table, *, update
 
 
 def on_leave(state: str, catalog: Catalog, table: Table, *, update: bool) -> str:
-    """In a row trigger: a referenced key leaves; queue it for each foreign key that has referring rows."""
+    """In a row trigger: a referenced key leaves; queue it for each foreign key that has referring rows.
+
+    Rows may come to refer to it before the event's turn: a later row of the same UPDATE or MERGE where the table
+    refers to itself, or a child that a cascade of another row moves here. So updates are queued in any case.
+    """
     lines: list[str] = []
     for foreign in catalog.foreign_keys:
         if foreign.parent != table.name:
@@ -71,7 +75,10 @@ def on_leave(state: str, catalog: Catalog, table: Table, *, update: bool) -> str
         conditions = [f"{v} is not null" for v in olds]
         if update:
             conditions.append(changed(table, foreign.parent_columns, "old", "new"))
-        conditions.append(probes.child_row(state, catalog.table(foreign.table), foreign, olds))
+        else:
+            referred = probes.child_row(state, catalog.table(foreign.table), foreign, olds)
+            later = " or current_query() ~* '\\mmerge\\M'" if foreign.table == table.name else ""
+            conditions.append(f"({referred}{later})")
         event, after = ("u", "new::text") if update else ("d", "null")
         lines.append(
             f"  if {' and '.join(conditions)} then\n"
