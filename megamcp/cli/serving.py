@@ -121,19 +121,29 @@ def tool_server(
     socket: Annotated[
         str | None, typer.Option(help="Path of a unix socket to listen on instead.", metavar="PATH")
     ] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve the state of this loaded environment; its database is MEGAMCP_DATABASE_URL.",
+            metavar="NAME[:SERVER]",
+        ),
+    ] = None,
 ) -> None:
     """Run one tool server alone, over HTTP at /mcp.
 
-    Its database comes from MEGAMCP_TOOL_DSN.
+    Without state it serves any MCP client. With --environment (or a DSN in MEGAMCP_TOOL_DSN) it serves the gateway, for
+    environments that name its url.
     """
     out = Output(as_json=False)
     with failing_clearly(out):
         from megamcp.sdk.process import EntryError, serve_tool_server
 
+        dsn = _tool_dsn(environment) if environment else None
+
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         try:
-            serve_tool_server(entry, host=host, port=port, socket=socket)
+            serve_tool_server(entry, host=host, port=port, socket=socket, dsn=dsn)
         except EntryError as error:
             raise Unprocessable(
                 str(error), code="invalid_entry", hint="It looks like tool_servers.retail.server:server."
@@ -141,6 +151,21 @@ def tool_server(
         except OSError as error:
             where = socket or f"{host}:{port}"
             raise Unprocessable(f"Can't listen on {where}: {error.strerror or error}", code="cannot_listen") from error
+
+
+def _tool_dsn(environment: str) -> str:
+    import asyncio
+
+    from megamcp.control import tool_dsn
+    from megamcp.settings import Settings
+
+    control = Settings().database_url
+    if control is None:
+        raise Unprocessable(
+            "--environment needs the gateway's database.", code="no_database", hint="Set MEGAMCP_DATABASE_URL."
+        )
+    name, _, server = environment.partition(":")
+    return asyncio.run(tool_dsn(control.get_secret_value(), name, server or None))
 
 
 def demo(
