@@ -206,10 +206,12 @@ def _write(state: str, table: Table, record: str, deleted: bool, *, once: bool) 
     sets += [f"{DELETED} = excluded.{DELETED}", f"{STAMP} = excluded.{STAMP}"]
     guard = f"\n    where _mm_d.{STAMP} <> excluded.{STAMP}" if once else ""
     nothing = 0 if once else -1
+    older = f"_mm_p.{LAYER} = any (_mm_chain) and _mm_p.{LAYER} < _mm_head"
+    same = match("_mm_p", record, table.primary)
     over = (
         f"case when cardinality(_mm_chain) = 2 then {nothing} else coalesce((\n"
-        f"      select _mm_p.{LAYER} from {d} _mm_p where _mm_p.{LAYER} = any (_mm_chain)\n"
-        f"      and _mm_p.{LAYER} < _mm_head and {match('_mm_p', record, table.primary)} order by _mm_p.{LAYER} desc limit 1), {nothing}) end"
+        f"      select _mm_p.{LAYER} from {d} _mm_p where {older} and {same}\n"
+        f"      order by _mm_p.{LAYER} desc limit 1), {nothing}) end"
     )
     return (
         f"  insert into {d} as _mm_d ({names}, {LAYER}, {DELETED}, {STAMP}, {OVER})\n"
