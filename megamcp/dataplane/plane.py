@@ -9,8 +9,6 @@ from megamcp.dataplane.ports import ControlPort, Limits, RolloutView
 from megamcp.dataplane.protocol import ToolCall
 from megamcp.errors import BY_RPC, MegaMCPError, Unprocessable, UpstreamError
 
-_FOREIGN = "tool_server_error"
-
 
 class Dataplane:
     """An ASGI application for the paths that `serves` says are its own, and the calls behind it.
@@ -83,4 +81,8 @@ def _as_error(error: bytes) -> MegaMCPError:
     if code == wire.INVALID_PARAMS:
         return Unprocessable(message, code=name or "invalid_params")
     # Only a server on our SDK names its errors in `data.code`; the number alone may mean anything.
-    return BY_RPC.get(code, UpstreamError)(message, code=name) if name else UpstreamError(message, code=_FOREIGN)
+    return (
+        BY_RPC.get(code, UpstreamError)(message, code=name)
+        if name
+        else UpstreamError(message, code="tool_server_error")
+    )
