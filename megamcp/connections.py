@@ -19,6 +19,14 @@ class _Connection(asyncpg.Connection):  # type: ignore[misc]
         return ""
 
 
+def reusable(connection: asyncpg.Connection) -> bool:
+    """Whether a connection lives and has no transaction open. Never raises."""
+    try:
+        return not (connection.is_closed() or connection.is_in_transaction())
+    except asyncpg.InterfaceError:  # it died while it was out, and the pool has taken it back by itself
+        return False
+
+
 class Connections:
     """Up to `most` connections, made when they are needed and again after an outage."""
 
@@ -54,7 +62,7 @@ class Connections:
         """A connection, which is owed to `give`. TimeoutError: none got free; else what connecting raises."""
         while self._at_hand:
             connection = self._at_hand.pop()
-            if not connection.is_closed():
+            if reusable(connection):
                 return connection
             await self._pool.release(connection)
         self._waiting += 1

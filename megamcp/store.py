@@ -14,7 +14,7 @@ from typing import Any
 
 import asyncpg
 
-from megamcp.connections import Connections
+from megamcp.connections import Connections, reusable
 from megamcp.errors import (
     BadRequest,
     Conflict,
@@ -352,7 +352,7 @@ class Store:
             clean = False
             try:
                 yield connection
-                clean = not connection.is_in_transaction()
+                clean = reusable(connection)
             finally:
                 await self.connections.give(connection, clean=clean)
 
