@@ -340,6 +340,8 @@ def _select(random: Random, schema: Schema, table: Table) -> Statement:
         f"with w as (select * from {table.name}) select t.{a} from w t{where}",
         f"select t.{a}, max(o.{b}::text) from {table.name} t join {other.name} o on {join} "
         f"group by grouping sets ((t.{a}), ())",
+        f"select * from {table.name}_seen",
+        f"select v.n, t.{a} from {table.name} t join {other.name}_seen v on v.n = 1{where}",
         f"select 6 / length(t.{a}::text) from {table.name} t{where}",
     ]
     return Statement(random.choice(templates))

@@ -22,6 +22,7 @@ LITERALS: dict[str, tuple[str, ...]] = {
     "jsonb": ("""'{"a": 1}'""", "'[1, 2]'", "'null'", """'{"b": {"c": "x"}}'"""),
     "int[]": ("'{1,2}'", "'{}'", "array[3]", "'{NULL}'"),
     "mood": ("'sad'", "'ok'", "'happy'", "'furious'"),
+    "score": ("1", "2", "5", "-1"),
     "uuid": ("'00000000-0000-0000-0000-000000000001'", "'00000000-0000-0000-0000-000000000002'"),
 }
 KEY_TYPES = ("int", "int", "int", "text", "bigint")
@@ -92,8 +93,19 @@ class Schema:
 
     @property
     def ddl(self) -> str:
-        mood = "create type mood as enum ('sad', 'ok', 'happy');\n"
-        return mood + "\n".join(table.ddl for table in self.tables) + "\n"
+        mood = "create type mood as enum ('sad', 'ok', 'happy');\ncreate domain score as int check (value > 0);\n"
+        return mood + "\n".join(table.ddl for table in self.tables) + "\n" + "\n".join(self._extras()) + "\n"
+
+    def _extras(self) -> list[str]:
+        """A plain index and a view a table, so that plans and rewriting differ from table to table."""
+        made = []
+        for table in self.tables:
+            last = table.columns[-1].name
+            made.append(f"create index on {table.name} ({last});")
+            made.append(
+                f"create view {table.name}_seen as select {last}, count(*) as n from {table.name} group by {last};"
+            )
+        return made
 
     def table(self, name: str) -> Table:
         return next(table for table in self.tables if table.name == name)
@@ -144,7 +156,7 @@ def _plain_column(random: Random, name: str) -> Column:
     type_ = random.choice(PLAIN_TYPES)
     parts = []
     if random.random() < 0.4:
-        value = random.choice([v for v in LITERALS[type_] if v not in {"'toolong'", "99999", "'furious'"}])
+        value = random.choice([v for v in LITERALS[type_] if v not in {"'toolong'", "99999", "'furious'", "-1"}])
         parts.append(f"default {value}")
     if random.random() < 0.3:
         parts.append("not null")

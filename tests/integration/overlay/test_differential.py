@@ -25,8 +25,8 @@ from tests.integration.overlay.differential_run import Call, Checkpoint, Fork, P
 from tests.integration.overlay.differential_schema import schema
 
 FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
-SCHEMAS = 24
-EXAMPLES = 150
+SCHEMAS = 40
+EXAMPLES = 300
 BASE_ROWS = 25
 
 settings.register_profile(
@@ -66,9 +66,7 @@ class Search:
     def run(self, number: int, drawn: list[tuple[int, list[int]] | Step]) -> None:
         made = schema(number)
         program = [
-            Call(step[0], tuple(statement(made, seed) for seed in step[1]))
-            if isinstance(step, tuple)
-            else step
+            Call(step[0], tuple(statement(made, seed) for seed in step[1])) if isinstance(step, tuple) else step
             for step in drawn
         ]
         self._runner.run(self._pair(number).run(program))
@@ -98,6 +96,7 @@ def search(postgres_dsn: str) -> Iterator[Search]:
         try:
             yield made
         finally:
+            made.forget()
             runner.run(database.drop())
 
 

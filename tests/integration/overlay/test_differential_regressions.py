@@ -1,0 +1,111 @@
+"""Differences that the random search found between rollouts and plain tables, each as small as it gets.
+
+A find is added with its schema, its base rows and its statements; both sides run it as `differential_run` does.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from tests.integration.overlay.differential_database import Database
+from tests.integration.overlay.differential_programs import Openness, Statement
+from tests.integration.overlay.differential_run import Call, Checkpoint, Fork, Pair, Rollback, Step
+
+Compare = Callable[[str, Sequence[str], Sequence[str], Sequence[Step]], None]
+
+
+@pytest.fixture(scope="module")
+def compare(postgres_dsn: str) -> Iterator[Compare]:
+    """Runs steps on both sides: (DDL, tables, base rows, steps)."""
+    with asyncio.Runner() as runner:
+        database = runner.run(Database.create(postgres_dsn))
+        made = 0
+
+        def run(ddl: str, tables: Sequence[str], seeds: Sequence[str], steps: Sequence[Step]) -> None:
+            nonlocal made
+            made += 1
+            pair = runner.run(Pair.load(database.connection, f"found_{made}", ddl, tables, seeds))
+            try:
+                runner.run(pair.run(steps))
+            finally:
+                runner.run(pair.unload())
+            assert not pair.skipped, "a statement of this test is refused"
+
+        yield run
+        runner.run(database.drop())
+
+
+def call(*statements: str, rollout: int = 0, openness: Openness = Openness.EXACT) -> Call:
+    return Call(rollout, tuple(Statement(sql, openness) for sql in statements))
+
+
+NODES = "create table node (id int primary key, name text, parent int references node (id){actions});"
+NODE_ROWS = ["insert into node values (1, 'a', null), (2, 'b', 1), (3, 'c', 1), (4, 'd', 2), (5, 'e', 4)"]
+
+
+@pytest.mark.parametrize("action", ["set null", "set default", "cascade", "no action", "restrict"])
+def test_rows_that_come_to_refer_to_a_key_that_left_earlier_in_the_update(compare: Compare, action: str) -> None:
+    """The event of a key that left is fired after the statement: it meets rows that referred to it only later."""
+    ddl = NODES.format(actions=f" on update {action}")
+    shift = "update node set id = id - 1, parent = parent - 1 returning id, parent"
+    compare(ddl, ["node"], NODE_ROWS, [call(shift), Checkpoint(0), Fork(1), call(shift, rollout=1)])
+
+
+@pytest.mark.parametrize("action", ["set null", "cascade", "no action", "restrict"])
+def test_merge_that_deletes_a_row_and_then_points_another_at_it(compare: Compare, action: str) -> None:
+    ddl = NODES.format(actions=f" on delete {action}")
+    merge = (
+        "merge into node using (values (1), (2), (3), (4), (5)) s(id) on node.id = s.id"
+        " when matched and node.id = 1 then delete when matched then update set parent = 1"
+    )
+    compare(ddl, ["node"], NODE_ROWS, [call(merge, openness=Openness.EVENT_ORDER)])
+
+
+def test_a_value_for_an_always_identity_or_generated_column_is_refused_by_an_update_of_no_row(
+    compare: Compare,
+) -> None:
+    ddl = (
+        "create table line (id int generated always as identity primary key, a int,"
+        " twice int generated always as (a * 2) stored);"
+    )
+    statements = [
+        "update line set id = 7 where false",
+        "update line set twice = 7 where false",
+        "update line set id = id",
+        "update line set id = default, a = 3 where a = 1",
+        "update line set twice = default, a = 4",
+    ]
+    compare(ddl, ["line"], ["insert into line (a) values (1), (2)"], [call(sql) for sql in statements])
+
+
+def test_a_failed_statement_gives_back_what_it_wrote_and_the_numbers_it_drew(compare: Compare) -> None:
+    ddl = "create table line (id serial primary key, a int unique check (a > 0));"
+    compare(
+        ddl,
+        ["line"],
+        ["insert into line (a) values (1)"],
+        [
+            call("insert into line (a) values (2), (1)", "insert into line (a) values (3) returning id"),
+            Checkpoint(0),
+            call("insert into line (a) values (4), (-1)", "insert into line (a) values (5) returning id"),
+            Rollback(0),
+            call("insert into line (a) values (6) returning id"),
+        ],
+    )
+
+
+def test_nulls_not_distinct_over_layers(compare: Compare) -> None:
+    ddl = "create table line (id int primary key, a int, b text, unique nulls not distinct (a, b));"
+    compare(
+        ddl,
+        ["line"],
+        ["insert into line values (1, null, 'x'), (2, null, null)"],
+        [
+            call("insert into line values (3, null, 'x')"),
+            call("update line set b = null where id = 1"),
+            call("delete from line where id = 2", "update line set b = null where id = 1"),
+            Checkpoint(0),
+            call("insert into line values (4, null, null)", "insert into line values (5, null, 'x')"),
+        ],
+    )
