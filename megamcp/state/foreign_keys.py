@@ -98,18 +98,23 @@ def drain(state: str, visible: str, catalog: Catalog) -> str:
     calls = f"    case _event.number\n{arms}    end case;\n" if arms else ""
     body = f"""declare
   _event record;
+  _any boolean;
   _done text;
 begin
   if current_setting('megamcp.draining', true) = 'on' then
     return;
   end if;
   _done := set_config('megamcp.draining', 'on', true);
-  loop
-    delete from {s}."~queue" q where q.id = (
-      select w.id from {s}."~queue" w where w.backend = pg_backend_pid() order by w.id limit 1)
-    returning q.* into _event;
-    exit when not found;
-{calls}  end loop;
+  loop  -- a batch at a time: events that it adds come after all of it
+    _any := false;
+    for _event in
+      with taken as (delete from {s}."~queue" q where q.backend = pg_backend_pid() returning q.*)
+      select * from taken order by id
+    loop
+      _any := true;
+{calls}    end loop;
+    exit when not _any;
+  end loop;
   _done := set_config('megamcp.draining', '', true);
   _done := set_config('megamcp.queued', '', true);
 end"""

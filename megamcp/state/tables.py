@@ -60,11 +60,12 @@ def ballast(state: str, table: Table) -> str:
     """Rows of layers that no chain holds, so that the delta never looks empty to the planner.
 
     A plan made on an empty table scans it from end to end, and a cached one goes on doing so while the table fills.
+    Few layers with many rows, since the planner should expect a rollout to own many.
     A table with a domain that forbids null has none.
     """
     d = delta(state, table.name)
     return f"""do $do$ begin
-  insert into {d} ({LAYER}, {DELETED}) select -n, true from generate_series(1, {BALLAST}) n;
+  insert into {d} ({LAYER}, {DELETED}) select -1 - n % 4, true from generate_series(1, {BALLAST}) n;
 exception when not_null_violation or check_violation then null;
 end $do$;
 """
@@ -135,7 +136,7 @@ alter table {p} enable row level security;
 create policy "~chain" on {p} for select to {VIEW_ROLE} using (
   {LAYER} = any ({CHAIN}) and not {DELETED} and not exists (
     select from {d} _mm_n where _mm_n.{LAYER} = any ({CHAIN}) and {match("_mm_n", row, table.primary)}
-    and _mm_n.{OVER} = {row}.{LAYER})
+    and _mm_n.{OVER} = {row}.{LAYER} and megamcp.dear(_mm_n.{LAYER}, 1))
 );
 grant select on {p}, {d} to {VIEW_ROLE};
 """

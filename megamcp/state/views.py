@@ -65,7 +65,8 @@ grant usage on schema {v}, megamcp to {shared};
 grant usage on schema {s} to {VIEW_ROLE};
 revoke all on all functions in schema {s}, {v} from public;
 grant execute on all functions in schema {v} to {shared};
-grant execute on function megamcp.chain_with_base(), megamcp.prf(bigint, bigint) to {shared};
+grant execute on function megamcp.chain_with_base(), megamcp.prf(bigint, bigint), megamcp.dear(bigint, bigint)
+  to {shared};
 grant select on all tables in schema {v} to {t}, {q};
 {changes}
 grant execute on function {s}."~draw"(), {s}."~now"(), {s}."~below"(numeric), {s}."~uuid"(bytea, int),
