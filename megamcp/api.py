@@ -73,6 +73,7 @@ async def authorised(
 
 S = Annotated[Services, Depends(services)]
 RolloutId = Annotated[str, Path(description="A rollout's id.", max_length=100)]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Most rows of a page.")]
 CheckpointId = Annotated[str, Path(description="A checkpoint's id.", max_length=100)]
 router = APIRouter(prefix="/v1", dependencies=[Depends(authorised)], responses=COMMON)
 
@@ -86,7 +87,9 @@ async def list_environments(s: S) -> t.Environments:
 
 
 @router.get("/environments/{name}", tags=["environments"], summary="One environment, by name or name@hash")
-async def show_environment(s: S, name: str) -> t.Environment:
+async def show_environment(
+    s: S, name: Annotated[str, Path(description="Name (its newest version) or name@hash.")]
+) -> t.Environment:
     return environment_view(await s.environments.find(name))
 
 
@@ -119,11 +122,11 @@ async def open_rollouts(s: S, request: Request, body: t.OpenRollouts) -> t.Rollo
 async def list_rollouts(
     s: S,
     request: Request,
-    group: str | None = None,
-    status: t.RolloutStatus | None = None,
+    group: Annotated[str | None, Query(description="Only rollouts of this group.")] = None,
+    status: Annotated[t.RolloutStatus | None, Query(description="Only rollouts in this state.")] = None,
     environment: Annotated[str | None, Query(description="Name or name@hash.")] = None,
-    cursor: str | None = None,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+    cursor: Annotated[str | None, Query(description="`next_cursor` of the page before.")] = None,
+    limit: Limit = 100,
 ) -> t.Rollouts:
     created, last = read_cursor(cursor)
     rows = await s.store.rows(sql.ROLLOUTS, group, status, environment, created, last, limit + 1)
@@ -196,7 +199,10 @@ async def pin_checkpoint(s: S, checkpoint: CheckpointId, body: t.Pin) -> t.Check
 @router.delete(
     "/checkpoints/{checkpoint}/pin/{owner:path}", tags=["checkpoints"], summary="Let go of a pin", status_code=204
 )
-async def unpin_checkpoint(s: S, checkpoint: CheckpointId, owner: str) -> None:
+async def unpin_checkpoint(
+    s: S, checkpoint: CheckpointId, owner: Annotated[str, Path(description="Who pinned it.")]
+) -> None:
+    """Idempotent. Without pins the checkpoint's own lease decides again."""
     await s.rollouts.unpin(checkpoint, owner)
 
 
@@ -267,8 +273,8 @@ async def events(
     s: S,
     rollout: RolloutId,
     after: Annotated[int, Query(ge=0, lt=2**63, description="Number of the last row that is known.")] = 0,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 500,
-    accept: Annotated[str, Header()] = "application/json",
+    limit: Limit = 500,
+    accept: Annotated[str, Header(description="`text/event-stream` for a stream.")] = "application/json",
     last_event_id: Annotated[int | None, Header(ge=0, lt=2**63, description="Goes before `after` in a stream.")] = None,
 ) -> Response:
     """JSON by default. With `Accept: text/event-stream`: one event a row, going on until the rollout ends."""

@@ -23,6 +23,7 @@ from megamcp.dataplane import Dataplane
 from megamcp.environments import Environments, bundled
 from megamcp.errors import MegaMCPError, Unavailable, Unprocessable
 from megamcp.migrate import migrate
+from megamcp.openapi import document_problems
 from megamcp.postgres import check_server
 from megamcp.services import Services, start_services
 from megamcp.settings import Settings
@@ -79,6 +80,7 @@ def create_app(settings: Settings | None = None) -> Gateway:
     control.include_router(router)
     add_error_handlers(control)
     add_health(control)
+    document_problems(control)
     return Gateway(control)
 
 

@@ -121,6 +121,8 @@ def _judge(sql: str, visible: str | None, savepoints: bool, query: bool) -> Refu
             return None
         if len(statements) > 1:
             return refusals.SEVERAL
+        if query and not statements:
+            return refusals.NOT_A_QUERY
         check = _Check(visible, savepoints, query)
         for raw in statements:
             check.statement(raw["stmt"])
