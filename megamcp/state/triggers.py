@@ -257,8 +257,9 @@ def _update_body(state: str, visible: str, catalog: Catalog, table: Table) -> st
         _fixed_columns(catalog, table, update=True)
         + _row_checks(visible, table)
         + f"  if {match_old_new(table)} then\n{same}  else\n{moved}  end if;\n"
-        + foreign_keys.on_write(state, visible, catalog, table, update=True)
+        # As the names of PostgreSQL's triggers sort: what the row does to others comes before its own parents.
         + foreign_keys.on_leave(state, catalog, table, update=True)
+        + foreign_keys.on_write(state, visible, catalog, table, update=True)
         + "  return new;\n"
     )
 
