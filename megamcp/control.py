@@ -212,12 +212,14 @@ class Control:
         self, rollout: RolloutView, handle: str, *, tool: str, arguments: bytes, error: bytes | None
     ) -> Recorded | None:
         nonce = uuid.UUID(handle.split(".")[5])
+        if error is not None:
+            # Told first: the tool server, whose connection is about to break, may be the one that records it.
+            await self._store.value(sql.TELL_ENDED, [nonce], error.decode())
         # The backend ends before the lock is asked for: what it had not committed is gone by then.
         await self._store.value(sql.END_CALL, nonce)
-        row = await self._store.row(
-            sql.CALL_FAIL, handle, tool, arguments.decode(), (_CANCELLED if error is None else error).decode()
-        )
-        if row is None or not row["recorded"] or row["result"] is None:
+        told = (_CANCELLED if error is None else error).decode()
+        row = await self._store.row(sql.CALL_FAIL, handle, tool, arguments.decode(), told)
+        if row is None or not row["recorded"] or row["result"] in (None, told):
             return None
         return Recorded(row["result"].encode(), row["is_error"])
 

@@ -249,11 +249,13 @@ begin
         is_error := e.is_error;
         return;
     end if;
-    select true, jsonb_build_object('isError', true, 'content', jsonb_build_array(
-               jsonb_build_object('type', 'text', 'text', x.reason)))::text
-      into recorded, result from megamcp.ended_calls x where x.nonce = h.nonce;
-    recorded := coalesce(recorded, false);
+    -- Who ended the call said why: in words, or (a gateway that gave it up) as the whole result.
+    select case when starts_with(x.reason, '{') then x.reason
+                else jsonb_build_object('isError', true, 'content', jsonb_build_array(
+                         jsonb_build_object('type', 'text', 'text', x.reason)))::text end
+      into result from megamcp.ended_calls x where x.nonce = h.nonce;
     result := coalesce(result, error_result);
+    recorded := result <> error_result;
     is_error := true;
     kept := megamcp.keep_result(result);
     perform megamcp.append_call(h, tool, arguments, kept.result, kept.blob, true, 'failed', clock_timestamp(), false);
