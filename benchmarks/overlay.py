@@ -31,6 +31,7 @@ import asyncpg
 
 from benchmarks.report import Target, report, say
 from megamcp.state import schema
+from megamcp.state.names import LAYER
 
 CLOCK = datetime(2026, 1, 15, 9, tzinfo=UTC)
 FOREIGN_ROWS = 400_000
@@ -224,7 +225,7 @@ async def _fill(admin: asyncpg.Connection, state: schema.SchemaState) -> None:
         count = await admin.fetchval(f"select count(*) from bench.{table}")
         copies = -(-FOREIGN_ROWS // count)
         await admin.execute(
-            f"insert into s_{state.hash}.{table} ({names}, {schema.LAYER})"
+            f"insert into s_{state.hash}.{table} ({names}, {LAYER})"
             f" select {names}, {first} + (id + copy * 7) % {FOREIGN_ROLLOUTS} from bench.{table},"
             f" generate_series(1, {copies}) copy where id <= {FOREIGN_ROWS // copies}"
         )

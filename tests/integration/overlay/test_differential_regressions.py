@@ -48,8 +48,10 @@ NODE_ROWS = ["insert into node values (1, 'a', null), (2, 'b', 1), (3, 'c', 1), 
 def test_rows_that_come_to_refer_to_a_key_that_left_earlier_in_the_update(compare: Compare, action: str) -> None:
     """The event of a key that left is fired after the statement: it meets rows that referred to it only later."""
     ddl = NODES.format(actions=f" on update {action}")
-    shift = "update node set id = id - 1, parent = parent - 1 returning id, parent"
-    compare(ddl, ["node"], NODE_ROWS, [call(shift), Checkpoint(0), Fork(1), call(shift, rollout=1)])
+    rows = ["insert into node values (1, 'a', null), (2, 'b', null), (3, 'c', 2), (4, 'd', 3)"]
+    first = "update node set id = case id when 1 then 10 else id end, parent = case id when 1 then null else 1 end"
+    second = "update node set id = case id when 4 then 40 else id end, parent = case id when 4 then null else 4 end"
+    compare(ddl, ["node"], rows, [call(first), Checkpoint(0), Fork(1), call(second, rollout=1)])
 
 
 @pytest.mark.parametrize("action", ["set null", "cascade", "no action", "restrict"])
