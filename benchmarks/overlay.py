@@ -185,7 +185,7 @@ async def _load(admin: asyncpg.Connection, size: Size) -> schema.SchemaState:
     )
     for statement in seeds.split(";\n")[:3]:
         await admin.execute(statement)
-    role = f"megamcp_tool_{state.hash}"
+    role = state.tool_role
     await admin.execute(
         f"""
         create function bench.bind(chain bigint[], head bigint) returns void language sql volatile security
@@ -290,7 +290,7 @@ async def run(dsn: str, size: Size) -> tuple[dict[str, float], list[Target]]:
     """All figures. The database of `dsn` must be migrated; it is left with the loaded state in it."""
     admin = await asyncpg.connect(dsn)
     state = await _load(admin, size)
-    role = f"megamcp_tool_{state.hash}"
+    role = state.tool_role
     async with contextlib.AsyncExitStack() as stack:
         plain = Side(await _connect(stack, dsn, role, "bench"), size)
         overlay = Overlay(await _connect(stack, dsn, role, f"v_{state.hash}"), size)

@@ -15,7 +15,8 @@ from megamcp.errors import Unprocessable
 from megamcp.handles import Signer
 
 PACKAGE = Path(__file__).parent
-FUNCTIONS = (PACKAGE / "sql" / "control.sql", PACKAGE / "state" / "sql" / "state.sql")
+# In this order: the second takes from everyone what they need not execute, and grants the rest by name.
+FUNCTIONS = (PACKAGE / "state" / "sql" / "state.sql", PACKAGE / "sql" / "control.sql")
 LOCK = 0x6D656761  # "mega"
 
 

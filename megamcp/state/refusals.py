@@ -33,9 +33,7 @@ TRANSACTION = Refusal(
     "the SDK owns the transaction: the call's row, effects and result commit together",
     "Raise ToolError to undo the call; use `async with db.begin_nested()` for a part of it.",
 )
-SEVERAL = Refusal(
-    "more than one statement", "each statement is checked and run by itself", "Send them one by one."
-)
+SEVERAL = Refusal("more than one statement", "each statement is checked and run by itself", "Send them one by one.")
 NOT_TEXT = Refusal(
     "invalid text", "SQL must be valid Unicode without NUL", "Pass values as parameters, bytes as bytea."
 )
@@ -78,23 +76,15 @@ CURRENT_OF = Refusal("WHERE CURRENT OF", "a cursor over a view has no current ro
 WITH_HOLD = Refusal(
     "DECLARE … WITH HOLD", f"it would outlive the call: {_NOTHING_STAYS}", "Declare it without WITH HOLD."
 )
-SELECT_INTO = Refusal(
-    "SELECT INTO", f"it makes a table: {_SCHEMA_IS_LOADED}", "Use a CTE, or fetch the rows."
-)
-TIME_LITERAL = Refusal(
-    "'now', 'today', 'tomorrow' or 'yesterday' as a time", _OWN_CLOCK, "Use now() and intervals."
-)
-EXPLAIN_ANALYZE = Refusal(
-    "EXPLAIN ANALYZE", "a query must not be run for its side effects", "Use plain EXPLAIN."
-)
+SELECT_INTO = Refusal("SELECT INTO", f"it makes a table: {_SCHEMA_IS_LOADED}", "Use a CTE, or fetch the rows.")
+TIME_LITERAL = Refusal("'now', 'today', 'tomorrow' or 'yesterday' as a time", _OWN_CLOCK, "Use now() and intervals.")
+EXPLAIN_ANALYZE = Refusal("EXPLAIN ANALYZE", "a query must not be run for its side effects", "Use plain EXPLAIN.")
 NOT_A_QUERY = Refusal(
     "a statement that is no query",
     "this endpoint reads",
     "Send one SELECT, VALUES, TABLE or WITH … SELECT; change state by calling tools.",
 )
-NO_SEQUENCE_MOVES = Refusal(
-    "nextval() or setval() in a query", "this endpoint reads", "Change state by calling tools."
-)
+NO_SEQUENCE_MOVES = Refusal("nextval() or setval() in a query", "this endpoint reads", "Change state by calling tools.")
 NO_SLEEP = Refusal("pg_sleep() in a query", "it holds a connection for nothing", "Leave it out.")
 
 _KEYWORD_TIME = {
@@ -123,9 +113,7 @@ CURSOR_STATEMENTS = frozenset({"DeclareCursorStmt", "FetchStmt", "ClosePortalStm
 _STATEMENTS = {
     "CopyStmt": Refusal("COPY", "it bypasses views", "Use INSERT with arrays and unnest(), and SELECT."),
     "TruncateStmt": Refusal("TRUNCATE", "a view can't be truncated", "Use DELETE without WHERE."),
-    "LockStmt": Refusal(
-        "LOCK", "it would lock every rollout's rows", "Leave it out: the rollout is locked already."
-    ),
+    "LockStmt": Refusal("LOCK", "it would lock every rollout's rows", "Leave it out: the rollout is locked already."),
     "PrepareStmt": Refusal("PREPARE", "the driver prepares statements itself", "Use parameters."),
     "ExecuteStmt": Refusal("EXECUTE", "its statement could not be checked", "Use parameters."),
     "DeallocateStmt": Refusal("DEALLOCATE", "the driver owns prepared statements", "Leave it out."),
@@ -184,9 +172,7 @@ def setting(name: str, local: bool) -> Refusal | None:
             "Leave it out; convert in the query (AT TIME ZONE, to_char, casts).",
         )
     if not local:
-        return Refusal(
-            construct, "it would stay in the connection, which serves other rollouts", "Use SET LOCAL."
-        )
+        return Refusal(construct, "it would stay in the connection, which serves other rollouts", "Use SET LOCAL.")
     return None
 
 

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -42,10 +42,15 @@ class TableInfo:
 
 @dataclass(frozen=True, slots=True)
 class SchemaState:
-    """What load() made. `hash` names schemas s_<hash>, v_<hash> and roles megamcp_tool_<hash>, megamcp_query_<hash>."""
+    """What load() made. `hash` is of the content and names the schemas s_<hash> and v_<hash>.
+
+    Roles belong to the whole cluster, so their names hold the deployment too: another database of the cluster may have
+    the same state under other passwords.
+    """
 
     hash: str
     tables: tuple[TableInfo, ...]
+    deployment: str
 
     @property
     def hidden_schema(self) -> str:
@@ -57,11 +62,11 @@ class SchemaState:
 
     @property
     def tool_role(self) -> str:
-        return f"megamcp_tool_{self.hash}"
+        return f"megamcp_tool_{self.hash}_{self.deployment}"
 
     @property
     def query_role(self) -> str:
-        return f"megamcp_query_{self.hash}"
+        return f"megamcp_query_{self.hash}_{self.deployment}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,6 +76,7 @@ class SchemaState:
         return cls(
             hash=document["hash"],
             tables=tuple(TableInfo(t["name"], tuple(t["columns"]), tuple(t["primary"])) for t in document["tables"]),
+            deployment=document["deployment"],
         )
 
 
@@ -143,7 +149,7 @@ def refused(problems: Sequence[refuse.Problem]) -> UnsupportedSchema:
     lines = "; ".join(f"{p.construct} {p.object}: {p.reason}" for p in problems)
     return UnsupportedSchema(
         f"the schema holds what a copy-on-write state can't do exactly: {lines}",
-        hint="Change what is listed in problems, or use state kind 'database'.",
+        hint="Change what is listed in problems; docs/state.md says what is accepted.",
         problems=[asdict(p) for p in problems],
     )
 
@@ -164,11 +170,10 @@ async def _compile(
     progress: Progress,
 ) -> SchemaState:
     s, v = f"s_{name}", f"v_{name}"
-    tool, query = f"megamcp_tool_{name}", f"megamcp_query_{name}"
-    await _patiently(
-        conn,
-        views.role(VIEW_ROLE, "nologin") + views.role(tool, "login") + views.role(query, "login") + views.membership(),
-    )
+    made = SchemaState(name, (), await conn.fetchval("select megamcp.deployment()"))
+    tool, query = made.tool_role, made.query_role
+    roles = {VIEW_ROLE: "nologin", tool: "login", query: "login"}
+    await _patiently(conn, "".join(views.role(r, o) for r, o in roles.items()) + views.membership(tuple(roles)))
     await conn.execute(f"create schema {ident(s)}; create schema {ident(v)};" + clocks.core(s, v))
     ours = [
         row["oid"] for row in await conn.fetch("select oid from pg_proc where pronamespace = $1::text::regnamespace", v)
@@ -188,7 +193,7 @@ async def _compile(
         "".join(views.defaults(s, v, table) for table in found.tables) + views.grants(s, v, found, tool, query)
     )
     await _no_temporary_tables(conn, tool)
-    state = SchemaState(name, tuple(TableInfo(t.name, t.names, t.primary) for t in found.tables))
+    state = replace(made, tables=tuple(TableInfo(t.name, t.names, t.primary) for t in found.tables))
     await conn.execute(f"comment on schema {ident(s)} is {literal(json.dumps(state.to_json()))}")
     for done, table in enumerate(found.tables):
         progress("analyze", done, len(found.tables))

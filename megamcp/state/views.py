@@ -23,12 +23,15 @@ def role(name: str, options: str) -> str:
     return _ROLE.format(name=literal(name), role=ident(name), options=options)
 
 
-def membership() -> str:
-    """The control role gives views away and runs the DDL as their owner: it has to be a member."""
-    return f"""do $do$ begin
-  if not (pg_has_role(current_user, '{VIEW_ROLE}', 'set') and pg_has_role(current_user, '{VIEW_ROLE}', 'usage')) then
-    execute format('grant %I to %I', '{VIEW_ROLE}', current_user);
-  end if;
+def membership(roles: tuple[str, ...]) -> str:
+    """The control role is a member: it gives views away, runs the DDL as their owner, and ends calls that hang."""
+    names = ", ".join(literal(role) for role in roles)
+    return f"""do $do$ declare _role name; begin
+  foreach _role in array array[{names}]::name[] loop
+    if not (pg_has_role(current_user, _role, 'set') and pg_has_role(current_user, _role, 'usage')) then
+      execute format('grant %I to %I', _role, current_user);
+    end if;
+  end loop;
 end $do$;
 """
 

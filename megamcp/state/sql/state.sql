@@ -22,6 +22,14 @@ begin
 end $body$;
 revoke all on function megamcp.secret() from public;
 
+-- Names this database among those of its cluster. A copy made by CREATE DATABASE has the same name, roles and passwords.
+create or replace function megamcp.deployment() returns text
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp as $body$
+begin
+  return left(encode(sha256('deployment'::bytea || megamcp.secret()), 'hex'), 8);
+end $body$;
+revoke all on function megamcp.deployment() from public;
+
 create or replace function megamcp.mac(body text) returns text
 language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
 begin

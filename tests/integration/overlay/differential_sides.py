@@ -211,7 +211,7 @@ class CopyOnWrite:
             writable,
         )
         await self.conn.execute(f"set local search_path = v_{self.state.hash}, pg_catalog")
-        await self.conn.execute(f"set local role megamcp_tool_{self.state.hash}")
+        await self.conn.execute(f"set local role {self.state.tool_role}")
 
     async def freeze(self, rollout: Layers) -> None:
         """A checkpoint: the head joins the chain unless it holds nothing."""
