@@ -1,6 +1,5 @@
 """A database of its own for a test module, and rollouts bound by hand: no gateway, no control plane."""
 
-import contextlib
 import os
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -17,11 +16,17 @@ from megamcp.state import schema
 CLOCK = datetime(2026, 1, 15, 9, 0, tzinfo=UTC)
 
 
+_SERVER = "MEGAMCP_TEST_OVERLAY_SERVER"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def overlay_server(postgres_dsn: str) -> None:
+    """Where `options` connects to; in the environment, since test modules import `options` by name."""
+    os.environ[_SERVER] = postgres_dsn
+
+
 def options(database: str = "postgres") -> dict[str, Any]:
-    dsn = os.environ.get("MEGAMCP_TEST_DSN")
-    if dsn:
-        return {"dsn": dsn, "database": database}
-    return {"host": "/tmp/pgdev", "user": "postgres", "database": database}
+    return {"dsn": os.environ[_SERVER], "database": database}
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +40,12 @@ async def database() -> AsyncIterator[str]:
     await conn.close()
     yield name
     conn = await asyncpg.connect(**options(name))
-    found = await conn.fetch("select substr(nspname, 3) as hash from pg_namespace where nspname ~ '^s_[0-9a-f]{16}$'")
+    deployment = await conn.fetchval("select megamcp.deployment()")
+    found = await conn.fetch("select rolname from pg_roles where rolname ~ ('^megamcp_.*_' || $1 || '$')", deployment)
     await conn.close()
     await server.execute(f"drop database {name} with (force)")
-    for role in (f"megamcp_{kind}_{row['hash']}" for row in found for kind in ("tool", "query")):
-        # Roles belong to the cluster: another database may hold the same state.
-        with contextlib.suppress(asyncpg.DependentObjectsStillExistError, asyncpg.UndefinedObjectError):
-            await server.execute(f"drop role {role}")
+    for row in found:  # roles belong to the cluster and stay when a database goes
+        await server.execute(f'drop role "{row["rolname"]}"')
     await server.close()
 
 
