@@ -6,11 +6,12 @@ answered with 503 until it is back.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import asyncpg
 from fastapi import FastAPI, Request, Response
@@ -29,6 +30,7 @@ from megamcp.services import Services, start_services
 from megamcp.settings import Settings
 from megamcp.store import Store, translated
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 AGENT_PATHS = ("/r/", "/e/", "/mcp")
@@ -60,9 +62,12 @@ def create_app(settings: Settings | None = None) -> Gateway:
                 "No database.", code="no_database", hint="Use `megamcp serve`, or set MEGAMCP_DATABASE_URL."
             )
         dsn = settings.database_url.get_secret_value()
-        signer = await migrate(dsn)
-        async with start_services(settings, dsn, signer) as services:
-            app.state.services = services
+        async with contextlib.AsyncExitStack() as stack:
+
+            async def start() -> Services:
+                return await stack.enter_async_context(start_services(settings, dsn, await migrate(dsn)))
+
+            app.state.services = await patiently(dsn, start)
             yield
 
     control = FastAPI(
@@ -114,29 +119,36 @@ def add_health(app: FastAPI) -> None:
 async def prepare(settings: Settings, dsn: str) -> None:
     """Once per start, before any worker: check the server, migrate, load the environments that are asked for.
 
-    Begins again when the database goes away in the middle: each step is all or nothing. Raises `Unavailable` when it
-    stays away, and what `migrate` and `Environments.load` raise.
+    Raises `Unavailable`, and what `migrate` and `Environments.load` raise.
+    """
+
+    async def load() -> None:
+        signer = await migrate(dsn)
+        async with Store.open(dsn, 2) as store:
+            environments = Environments(store, signer)
+            for path in [*(bundled() if settings.bundled_environments else []), *settings.environments]:
+                started = time.monotonic()
+                loaded = await environments.load(path)
+                log.info("environment %s ready in %.2f s", loaded.full_name, time.monotonic() - started)
+
+    await patiently(dsn, load)
+
+
+async def patiently(dsn: str, step: Callable[[], Awaitable[T]]) -> T:
+    """A step of the start, begun again when the database goes away in the middle: each step is all or nothing.
+
+    Raises `Unavailable` when it stays away, and what the step raises.
     """
     give_up = time.monotonic() + START_PATIENCE_S
     while True:
         await wait_for_server(dsn)
         try:
             with translated():
-                return await _prepare(settings, dsn)
+                return await step()
         except Unavailable:
             if time.monotonic() > give_up:
                 raise
             log.warning("the database went away while the gateway was starting; beginning again")
-
-
-async def _prepare(settings: Settings, dsn: str) -> None:
-    signer = await migrate(dsn)
-    async with Store.open(dsn, 2) as store:
-        environments = Environments(store, signer)
-        for path in [*(bundled() if settings.bundled_environments else []), *settings.environments]:
-            started = time.monotonic()
-            loaded = await environments.load(path)
-            log.info("environment %s ready in %.2f s", loaded.full_name, time.monotonic() - started)
 
 
 async def wait_for_server(dsn: str) -> None:

@@ -6,12 +6,14 @@ when they die, and passes on the signal to stop. What is shared between workers 
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ from megamcp.settings import Settings
 log = logging.getLogger("megamcp")
 
 DRAIN_S = 10
+LISTEN_PATIENCE_S = 4.0
 READY = "megamcp is ready at"
 
 
@@ -72,15 +75,22 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise Conflict(
-            f"Can't listen on {host}:{port}: {error.strerror}.",
-            code="port_in_use",
-            hint="Choose another with --port (0 takes a free one), or stop what listens there.",
-        ) from error
+    give_up = time.monotonic() + LISTEN_PATIENCE_S
+    while True:
+        try:
+            listener.bind((host, port))
+            break
+        except OSError as error:
+            # Workers of a gateway that was killed hold the port until they have drained.
+            if error.errno == errno.EADDRINUSE and time.monotonic() < give_up:
+                time.sleep(0.1)
+                continue
+            listener.close()
+            raise Conflict(
+                f"Can't listen on {host}:{port}: {error.strerror}.",
+                code="port_in_use",
+                hint="Choose another with --port (0 takes a free one), or stop what listens there.",
+            ) from error
     listener.listen(2048)
     listener.setblocking(False)
     return listener
@@ -113,6 +123,10 @@ def _config(settings: Settings, listener: socket.socket) -> uvicorn.Config:
     )
 
 
+_started = threading.Event()
+"""This process serves."""
+
+
 class _Server(uvicorn.Server):
     """Says where it is ready, once; a worker says nothing."""
 
@@ -132,6 +146,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        _started.set()
         # What start-up made stays for good: no collection looks at it again. What a call makes is gone with it, so
         # young garbage may gather for longer.
         gc.freeze()
@@ -239,9 +254,7 @@ def worker() -> None:
     listener.setblocking(False)
 
     async def run() -> None:
-        loop = asyncio.get_running_loop()
-        os.set_blocking(sys.stdin.fileno(), False)
-        loop.add_reader(sys.stdin.fileno(), _stop_at_end_of_input)
+        threading.Thread(target=_stop_with_parent, daemon=True).start()
         await _run_here(settings, listener, announce=False)
 
     import uvloop
@@ -249,11 +262,14 @@ def worker() -> None:
     uvloop.run(run())
 
 
-def _stop_at_end_of_input() -> None:
-    with contextlib.suppress(BlockingIOError):
-        if not os.read(sys.stdin.fileno(), 1024):
-            os.kill(os.getpid(), signal.SIGTERM)
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+def _stop_with_parent() -> None:
+    """The pipe on standard input ends when the parent does. A worker that lived on would keep the port."""
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    if _started.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(DRAIN_S + 2)
+    os._exit(1)
 
 
 if __name__ == "__main__":

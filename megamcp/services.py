@@ -20,6 +20,9 @@ from megamcp.rollouts import Rollouts
 from megamcp.settings import Settings
 from megamcp.store import Store
 
+START_S = 10
+"""Deadline for the first instance connection."""
+
 
 @dataclass(frozen=True, slots=True)
 class Services:
@@ -59,8 +62,9 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         reaper = Reaper(store, environments, rollouts, settings)
         stopping = asyncio.Event()
         tasks = [asyncio.create_task(instance.hold()), asyncio.create_task(reaper.run())]
-        await instance.ready()
         try:
+            async with asyncio.timeout(START_S):
+                await instance.ready()
             yield Services(settings, store, environments, rollouts, queries, dataplane, reaper, stopping)
         finally:
             stopping.set()
