@@ -47,6 +47,7 @@ bench: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.gateway
 	$(BIN)/python -m benchmarks.fork
 	$(BIN)/python -m benchmarks.overlay
+	$(BIN)/python -m benchmarks.footprint
 
 fuzz: $(DEV_STAMP)
 	FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest tests/integration/overlay/test_differential.py --timeout 0
