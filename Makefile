@@ -28,7 +28,7 @@ serve: $(RUN_STAMP)
 	$(BIN)/megamcp serve
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .

@@ -3,7 +3,6 @@
 Everything is real: clusters are made, processes killed. "Owner" below is a process of its own that stands for
 the gateway. `LOCKED_DOWN` puts it into a user namespace that allows no further ones, as containers do.
 """
-# ruff: noqa: ASYNC240 - a look at a file may block a test
 
 import asyncio
 import contextlib

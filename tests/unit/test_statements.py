@@ -192,9 +192,7 @@ def test_an_inexact_statement_is_refused_by_name(sql: str, construct: str) -> No
     assert error.sqlstate == "0A000"
 
 
-@pytest.mark.parametrize(
-    "sql", ["seelct 1", "select 'abc", "select $$", "update t", "select /* ", "insert into"]
-)
+@pytest.mark.parametrize("sql", ["seelct 1", "select 'abc", "select $$", "update t", "select /* ", "insert into"])
 def test_a_syntax_error_is_left_to_postgresql(sql: str) -> None:
     check_statement(sql)
     check_query(sql)
