@@ -130,8 +130,26 @@ async def prepare(settings: Settings, dsn: str) -> None:
                 started = time.monotonic()
                 loaded = await environments.load(path)
                 log.info("environment %s ready in %.2f s", loaded.full_name, time.monotonic() - started)
+            await _warn_of_few_connections(settings, store, environments)
 
     await patiently(dsn, load)
+
+
+async def _warn_of_few_connections(settings: Settings, store: Store, environments: Environments) -> None:
+    """Too few connections show as 429 and waiting under load, long after the start: better said now."""
+    newest = {loaded.name: loaded for loaded in reversed(await environments.all())}
+    stateful = sum(server.schema is not None for loaded in newest.values() for server in loaded.servers)
+    each = settings.control_connections + 2 + stateful * (settings.tool_connections + settings.query_connections)
+    allowed = int(await store.value("select current_setting('max_connections')::int"))
+    if settings.workers * each > allowed:
+        log.warning(
+            "PostgreSQL allows %d connections; %d workers with %d tool servers may want %d. Raise max_connections, or"
+            " lower MEGAMCP_TOOL_CONNECTIONS, MEGAMCP_QUERY_CONNECTIONS or MEGAMCP_CONTROL_CONNECTIONS.",
+            allowed,
+            settings.workers,
+            stateful,
+            settings.workers * each,
+        )
 
 
 async def patiently(dsn: str, step: Callable[[], Awaitable[T]]) -> T:

@@ -17,6 +17,8 @@ from megamcp.handles import Signer
 PACKAGE = Path(__file__).parent
 # In this order: the second takes from everyone what they need not execute, and grants the rest by name.
 FUNCTIONS = (PACKAGE / "state" / "sql" / "state.sql", PACKAGE / "sql" / "control.sql")
+SHARED_ROLES = ("megamcp_view", "megamcp_tools", "megamcp_queries")
+"""Group roles without login; a cluster has them once."""
 LOCK = 0x6D656761  # "mega"
 
 
@@ -74,6 +76,19 @@ async def _check_rights(connection: asyncpg.Connection) -> None:
             f"The login of MEGAMCP_DATABASE_URL lacks {' and '.join(missing)}.",
             code="insufficient_rights",
             hint="Grant it, or use the embedded PostgreSQL (leave MEGAMCP_DATABASE_URL unset).",
+        )
+    foreign = await connection.fetch(
+        "select rolname from pg_roles where rolname = any($1::text[])"
+        " and not (select rolsuper from pg_roles where rolname = current_user)"
+        " and not pg_has_role(current_user, oid, 'usage with admin option')",
+        list(SHARED_ROLES),
+    )
+    if foreign:
+        names = ", ".join(row["rolname"] for row in foreign)
+        raise Unprocessable(
+            f"The roles {names} of this cluster were made by another login, for another MegaMCP.",
+            code="insufficient_rights",
+            hint=f"As a superuser: GRANT {names} TO the login of MEGAMCP_DATABASE_URL WITH ADMIN OPTION.",
         )
 
 
