@@ -17,7 +17,7 @@ import asyncpg
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from megamcp import __version__
+from megamcp import __version__, metrics
 from megamcp.api import add_error_handlers, router
 from megamcp.bodies import StrictBodies
 from megamcp.dataplane import Dataplane
@@ -83,6 +83,7 @@ def create_app(settings: Settings | None = None) -> Gateway:
     )
     control.add_middleware(StrictBodies, limit=settings.max_body_bytes)
     control.include_router(router)
+    control.include_router(metrics.router)
     add_error_handlers(control)
     add_health(control)
     document_problems(control)
