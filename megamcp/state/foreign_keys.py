@@ -149,7 +149,7 @@ def _event_function(state: str, visible: str, catalog: Catalog, foreign: Foreign
     values = [f"_c.{ident(n)}" for n in foreign.columns]
     body = f"""#variable_conflict use_column
 declare
-  _mm_chain bigint[] := megamcp.chain_with_base();
+  _mm_chain bigint[] := megamcp.chain();
   _c {c}%rowtype;
   _o {p}%rowtype;
   _n {p}%rowtype;

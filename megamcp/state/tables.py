@@ -4,12 +4,17 @@ Base holds layer 0 and never changes after load; delta holds every rollout's row
 ORDER BY may take is led by the layer: led by the key, the rows of other rollouts cost a hundred times. Constraints
 are not declared here, the triggers check them: a delta row need not satisfy what its chain doesn't show (a
 tombstone, an older row). A delta row names the layer of the version it replaces, so that visibility is equality.
+Squashing must remap _mm_over: when layers of a chain become one, rows above that name one of them must name the new
+one, and the new layer's rows what the oldest of theirs replaced. What was measured about all this: docs/log.md.
 """
 
-from megamcp.state.catalog import Catalog, Column, Index, Table
+from collections.abc import Iterable
+
+from megamcp.state.catalog import Catalog, Column, Index, Key, Table
 from megamcp.state.names import DELETED, LAYER, OVER, STAMP, hidden, ident, idents
 
 CHAIN = "(select megamcp.chain_with_base())::bigint[]"
+WRITTEN = "(select megamcp.chain())::bigint[]"  # without base: what a delta may hold
 VIEW_ROLE = "megamcp_view"
 BALLAST = 4_000
 
@@ -38,7 +43,8 @@ def _column(column: Column) -> str:
 def create(state: str, visible: str, table: Table) -> str:
     """Tables and the base's rows, copied from the loaded table in `visible`.
 
-    What every scan filters by comes first: a row is unpacked only as far as it is needed.
+    What every scan filters by comes first: a row is unpacked only as far as it is needed. What only delta rows need
+    is added when the base has its rows: they then take no room there, a missing column reads as its default.
     """
     columns = ",\n  ".join(_column(c) for c in table.columns)
     names = idents(table.names)
@@ -46,13 +52,13 @@ def create(state: str, visible: str, table: Table) -> str:
     return f"""
 create table {p} (
   {LAYER} bigint not null, {DELETED} boolean not null default false,
-  {columns},
-  {STAMP} bigint not null default 0, {OVER} bigint not null default -1
+  {columns}
 ) partition by list ({LAYER});
 create table {b} partition of {p} for values in (0);
+insert into {b} ({names}, {LAYER}) select {names}, 0 from {ident(visible)}.{ident(table.name)};
+alter table {p} add {STAMP} bigint not null default 0, add {OVER} bigint not null default -1;
 create table {d} partition of {p} default with (fillfactor = 90, autovacuum_analyze_scale_factor = 0.05,
   autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_insert_scale_factor = 0.05);
-insert into {b} ({names}, {LAYER}) select {names}, 0 from {ident(visible)}.{ident(table.name)};
 """
 
 
@@ -72,71 +78,97 @@ end $do$;
 
 
 def indexes(state: str, catalog: Catalog, table: Table) -> str:
-    """Base: the environment's own indexes and one for each foreign key. Delta: the same, led by the layer.
+    """Base: the environment's own indexes and one for each foreign key. Delta: the same, and one led by the layer.
 
-    Keys and foreign keys get an index led by the key besides, where `state.sql` has operator classes for it: with 40
-    layers a probe in it costs 1.6 µs, in one led by the layer 19 µs. No ORDER BY can take it, so it never wades
-    through other rollouts' rows.
+    The delta's index for a key, a foreign key or one column is led by that and ends with the layer, where `state.sql`
+    has operator classes for it: with 40 layers a probe in it costs 2 µs, in one led by the layer 15 µs. No ORDER BY can
+    take it, so it never wades through other rollouts' rows. There is no second index for the same condition: between
+    equal costs the planner often takes the dearer one.
     """
     b, d = base(state, table.name), delta(state, table.name)
-    parts: list[str] = []
+    made: dict[str, None] = {}
     led: set[tuple[str, ...]] = set()
     for key in table.keys:
-        unique = "unique " if key.primary else ""
         nulls = " nulls not distinct" if key.nulls_equal else ""
-        parts.append(f"create unique index on {b} ({idents(key.columns)}){nulls};")
-        include = f" include ({OVER})" if key.primary else ""
-        parts.append(f"create {unique}index on {d} ({LAYER}, {idents(key.columns)}){include};")
+        made[f"create unique index on {b} ({idents(key.columns)}){nulls};"] = None
+        made |= dict.fromkeys(_key(d, table, key))
         led.add(key.columns)
     for index in table.indexes:
-        parts.extend(_plain_index(b, d, index))
-        if index.predicate is None and index.method == "btree":
+        tail = f" include ({idents(index.include)})" if index.include else ""
+        tail += f" where {index.predicate}" if index.predicate else ""
+        made[f"create index on {b} using {index.method} ({', '.join(index.items)}){tail};"] = None
+        plain = index.method == "btree" and index.predicate is None
+        if plain and _is_column(index) and (items := _led_by_key(table, index.columns)):
+            made[_index(d, items)] = None
+        elif index.method == "btree":  # others can't hold the layer; a chain's rows are found by it anyway
+            made[_index(d, [LAYER, *index.items]).removesuffix(";") + f"{tail};"] = None
+        if plain:
             led.add(index.columns)
-    foreign = [f.columns for f in catalog.foreign_keys if f.table == table.name]
-    for wanted in foreign:
-        if not any(have[: len(wanted)] == wanted for have in led):
-            parts.append(f"create index on {b} ({idents(wanted)});")
-            if not _key_led(d, table, wanted):
-                parts.append(f"create index on {d} ({LAYER}, {idents(wanted)});")
-            led.add(wanted)
-    # Last, so that they are the newest: between equal costs the planner takes the newest index.
-    for columns in dict.fromkeys([*(key.columns for key in table.keys), *foreign]):
-        parts.extend(_key_led(d, table, columns, OVER if columns == table.primary else None))
-    return "\n".join(parts) + "\n"
+    for wanted in dict.fromkeys(f.columns for f in catalog.foreign_keys if f.table == table.name):
+        found = any(have[: len(wanted)] == wanted for have in led)
+        items = _led_by_key(table, wanted)
+        if not found:
+            made[f"create index on {b} ({idents(wanted)});"] = None
+        if items and all(wanted != key.columns for key in table.keys):
+            made[_index(d, items)] = None
+        elif not found:
+            made[_index(d, [LAYER, *map(ident, wanted)])] = None
+        led.add(wanted)
+    return "\n".join(made) + "\n"
 
 
-def _key_led(d: str, table: Table, columns: tuple[str, ...], include: str | None = None) -> list[str]:
+def _index(table: str, items: Iterable[str], include: Iterable[str] = (), unique: str = "") -> str:
+    held = ", ".join(include)
+    return f"create {unique}index on {table} ({', '.join(items)}){f' include ({held})' if held else ''};"
+
+
+def _key(d: str, table: Table, key: Key) -> list[str]:
+    """A key's indexes on the delta. The primary key's hold all that the policy asks of a row."""
+    unique, over = ("unique ", [OVER]) if key.primary else ("", [])
+    items = _led_by_key(table, key.columns)
+    if not items:
+        return [_index(d, [LAYER, *map(ident, key.columns)], over, unique)]
+    first, rest = [ident(key.columns[0])], [ident(name) for name in key.columns[1:]]
+    made = [_index(d, items, over, unique)]
+    if key.primary:
+        made.append(_index(d, [LAYER, *first], rest + over) if rest else _index(d, [LAYER], first + over))
+    elif rest:
+        made.append(_index(d, [LAYER, *first]))
+    return made
+
+
+def _led_by_key(table: Table, columns: tuple[str, ...]) -> list[str]:
+    """Items of an index led by these columns; empty when one of them has no operator class for it."""
     classes = {column.name: column.equal_class for column in table.columns}
     if not all(classes[name] for name in columns):
         return []
-    items = ", ".join(f"{ident(name)} {classes[name]}" for name in columns)
-    tail = f" include ({include})" if include else ""
-    return [f"create index on {d} ({items}, {LAYER}){tail};"]
+    return [*(f"{ident(name)} {classes[name]}" for name in columns), LAYER]
 
 
-def _plain_index(b: str, d: str, index: Index) -> list[str]:
-    items = ", ".join(index.items)
-    tail = f" include ({idents(index.include)})" if index.include else ""
-    tail += f" where {index.predicate}" if index.predicate else ""
-    made = [f"create index on {b} using {index.method} ({items}){tail};"]
-    if index.method == "btree":  # others can't be led by the layer; delta rows of a chain are found by (layer, key)
-        made.append(f"create index on {d} ({LAYER}, {items}){tail};")
-    return made
+def _is_column(index: Index) -> bool:
+    """One column in its type's own order, without a collation or operator class of the index's own."""
+    if len(index.items) != 1 or len(index.columns) != 1 or index.include:
+        return False
+    name = index.columns[0]
+    orders = ("", " desc", " nulls first", " nulls last", " desc nulls first", " desc nulls last")
+    return index.items[0] in {f"{text}{order}" for text in (name, ident(name)) for order in orders}
 
 
 def policy(state: str, table: Table) -> str:
     """What a chain sees of the table: the rows of its layers that no other row of the chain replaces.
 
-    Equality alone, so that the planner may hash the replaced rows for a scan and probe the index for a few.
+    Equality alone, so that the planner may hash the replaced rows for a scan and probe the index for a few. NOT EXISTS
+    would be taken to keep half the rows, IS NOT NULL nearly all, which is what it does: joins and groups are planned
+    for the numbers that come.
     """
     p, d = parent(state, table.name), delta(state, table.name)
     row = ident(table.name)
     return f"""
 alter table {p} enable row level security;
 create policy "~chain" on {p} for select to {VIEW_ROLE} using (
-  {LAYER} = any ({CHAIN}) and not {DELETED} and not exists (
-    select from {d} _mm_n where _mm_n.{LAYER} = any ({CHAIN}) and {match("_mm_n", row, table.primary)}
-    and _mm_n.{OVER} = {row}.{LAYER} and megamcp.dear(_mm_n.{LAYER}, 1))
+  {LAYER} = any ({CHAIN}) and not {DELETED} and (case when exists (
+    select from {d} _mm_n where _mm_n.{LAYER} = any ({WRITTEN}) and {match("_mm_n", row, table.primary)}
+    and _mm_n.{OVER} = {row}.{LAYER} and megamcp.dear(_mm_n.{LAYER}, 1)) then null else true end) is not null
 );
 grant select on {p}, {d} to {VIEW_ROLE};
 """

@@ -1,7 +1,7 @@
 """SQL of what a tool sees: schemas, roles, the views over the hidden tables and the environment's own views.
 
 A tool role may use v_<h> and call functions there; it has no right in s_<h> and none on megamcp but EXECUTE on
-chain_with_base(), which the policies call as the querying role. The environment's own views are read only.
+chain_with_base() and chain(), which the policies call as the querying role. The environment's own views are read only.
 """
 
 from megamcp.state.catalog import Catalog, Table
@@ -68,8 +68,8 @@ grant usage on schema {v}, megamcp to {shared};
 grant usage on schema {s} to {VIEW_ROLE};
 revoke all on all functions in schema {s}, {v} from public;
 grant execute on all functions in schema {v} to {shared};
-grant execute on function megamcp.chain_with_base(), megamcp.prf(bigint, bigint), megamcp.dear(bigint, bigint)
-  to {shared};
+grant execute on function megamcp.chain_with_base(), megamcp.chain(), megamcp.prf(bigint, bigint),
+  megamcp.dear(bigint, bigint) to {shared};
 grant select on all tables in schema {v} to {t}, {q};
 {changes}
 grant execute on function {s}."~draw"(), {s}."~now"(), {s}."~below"(numeric), {s}."~uuid"(bytea, int),
