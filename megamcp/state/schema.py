@@ -281,8 +281,8 @@ async def _passwords(conn: Any, state: SchemaState, tool: str, query: str) -> No
         f"alter role {ident(state.query_role)} password {literal(query)};"
         f"alter role {ident(state.tool_role)} set search_path = {path};"
         f"alter role {ident(state.query_role)} set search_path = {path};"
-        # Many small subplans look dear enough for JIT; a call should keep to one core; the working set is in memory. (Dear
-        # pages would also hide what a sort costs beside the policy's probes: GROUP BY would sort where it can hash.)
+        # Many small subplans look dear enough for JIT; a call should keep to one core; the working set is in memory.
+        # Dear pages would also hide what a sort costs beside the policy's probes: GROUP BY would sort, not hash.
         + "".join(
             f"alter role {ident(role)} set jit = off; alter role {ident(role)} set max_parallel_workers_per_gather = 0;"
             f"alter role {ident(role)} set seq_page_cost = 0.05; alter role {ident(role)} set random_page_cost = 0.05;"
