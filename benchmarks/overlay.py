@@ -3,12 +3,19 @@ ratios.
 
     python -m benchmarks.overlay [--quick] [--dsn postgresql://superuser@/postgres]
 
-A store of customers, orders and items (1 M, 1.5 M and 2 M rows; `--quick`: 50,000 each) is loaded as a
-copy-on-write state and as plain tables with the same indexes. The tool's connection prepares every
-statement on the *empty* delta and keeps it; then 400,000 rows of other rollouts fill each delta, and one
-rollout's chain grows from 1 to 10 to 40 layers. A measurement runs statements on both sides in turn, and
-compares medians as seen by the client, inside one transaction that is bound already. Single-row writes are
-timed as statements of such a transaction.
+A store of customers, orders and items (1 M, 1.5 M and 2 M rows; `--quick`: 50,000 each, to see that it
+runs) is loaded as a copy-on-write state and as plain tables with the same indexes. The tool's connection
+prepares every statement on the *empty* delta and keeps it; then 400,000 rows of other rollouts (`--quick`:
+40,000) fill each delta, and one rollout's chain grows from 1 to 10 to 40 layers. Every layer, the others'
+too, holds 5 rows a table: what a turn writes. Index scan, joins and EXISTS start from a key that gives 100
+rows; the aggregate reads a whole table into 100 groups. A measurement runs statements on both sides in turn,
+and compares medians as seen by the client, inside one transaction that is bound already. Single-row writes
+are timed as statements of such a transaction. Both sides are the tool's role, so both run under its settings:
+no JIT, no parallel workers, the same page costs. The client and both backends are kept on one core where the
+server is at hand: elsewhere a round trip costs 40 or 100 µs by chance, and the dearer one flatters the ratios.
+
+Figures without a target: the reads once more with 25 rows a table in each of 40 layers; joins from a range
+given by two parameters, which PostgreSQL plans anew at every run, on either side.
 
 Left out: the round trip of binding (see benchmarks.fork and benchmarks.gateway), and concurrency.
 """
@@ -31,12 +38,10 @@ import asyncpg
 
 from benchmarks.report import Target, report, say
 from megamcp.state import schema
-from megamcp.state.names import LAYER
+from megamcp.state.names import LAYER, OVER
 
 CLOCK = datetime(2026, 1, 15, 9, tzinfo=UTC)
-FOREIGN_ROWS = 400_000
-FOREIGN_ROLLOUTS = 400
-OWN_ROWS_PER_LAYER = 5
+ROWS_PER_LAYER = 5
 MANY_OWN_ROWS = 50_000
 DEPTHS = (1, 10, 40)
 
@@ -71,10 +76,11 @@ class Size:
     orders: int
     items: int
     rounds: int
+    foreign_rows: int
 
 
-FULL = Size(1_000_000, 1_500_000, 2_000_000, 30)
-QUICK = Size(50_000, 50_000, 50_000, 15)
+FULL = Size(1_000_000, 1_500_000, 2_000_000, 20, 400_000)
+QUICK = Size(50_000, 50_000, 50_000, 4, 40_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ class Measurement:
         if "$1" not in self.sql:
             return ()
         if self.name == "update_50000":
-            return (1,)
+            return (1,)  # where the rollout's own rows are, and the others'
         return (1 + number % (rows // 100 if "sku = $1" in self.sql else rows - 200),)
 
 
@@ -100,13 +106,13 @@ READS = (
     Measurement("index_scan", "select id, ord, quantity from items where sku = $1", 2),
     Measurement(
         "join_2",
-        "select o.id, o.status, i.sku from orders o join items i on i.ord = o.id where o.customer = $1",
+        "select i.id, o.status, o.total from items i join orders o on o.id = i.ord where i.sku = $1",
         2,
     ),
     Measurement(
         "join_3",
-        "select c.email, o.id, i.sku from customers c join orders o on o.customer = c.id"
-        " join items i on i.ord = o.id where c.id = $1",
+        "select i.id, o.total, c.email from items i join orders o on o.id = i.ord"
+        " join customers c on c.id = o.customer where i.sku = $1",
         2,
     ),
     Measurement(
@@ -117,7 +123,7 @@ READS = (
     ),
     Measurement("order_by_limit", "select id, placed from orders order by placed desc limit 20", 5),
     Measurement("max", "select max(placed) from orders", 5),
-    Measurement("aggregate", "select status, count(*), sum(total) from orders group by status", 2, 1),
+    Measurement("aggregate", "select total / 1000, count(*), sum(total) from orders group by 1", 2, 1),
 )
 WRITES = (
     Measurement("update_row", "update orders set status = 'sent', total = total + 1 where id = $1", 3),
@@ -134,6 +140,15 @@ WRITES = (
         1,
     ),
 )
+AGAIN = 25  # rows a layer
+PLANNED = (
+    Measurement(
+        "join_2_planned",
+        "select o.id, o.status, i.sku from orders o join items i on i.ord = o.id"
+        " where o.customer between $1 and $1 + 50",
+        0,
+    ),
+)
 FILLED = ("point_read_50000_own", "select * from orders where id = $1", 10)
 
 
@@ -146,7 +161,7 @@ class Side:
         self._statements: dict[str, Any] = {}
 
     async def prepare(self) -> None:
-        for measurement in (*READS, *WRITES):
+        for measurement in (*READS, *PLANNED, *WRITES):
             self._statements[measurement.name] = await self.conn.prepare(measurement.sql)
 
     async def run(self, measurement: Measurement, number: int) -> float:
@@ -209,12 +224,12 @@ async def _hidden(admin: asyncpg.Connection, state: schema.SchemaState) -> list[
     return [row[0] for row in rows]
 
 
-async def _fill(admin: asyncpg.Connection, state: schema.SchemaState) -> None:
-    """Rows of other rollouts: changed copies of base rows, spread over many layers."""
-    say(f"filling each delta with {FOREIGN_ROWS:,} rows of {FOREIGN_ROLLOUTS} other rollouts")
+async def _fill(admin: asyncpg.Connection, state: schema.SchemaState, foreign_rows: int) -> None:
+    """Rows of other rollouts: changed copies of base rows, as many a layer as the measured rollout writes."""
+    layers = foreign_rows // ROWS_PER_LAYER
+    say(f"filling each delta with {foreign_rows:,} rows in {layers:,} layers of other rollouts")
     first = await admin.fetchval(
-        "select min(n) from (select nextval('megamcp.layer_seq') n from generate_series(1, $1)) x",
-        FOREIGN_ROLLOUTS,
+        "select min(n) from (select nextval('megamcp.layer_seq') n from generate_series(1, $1)) x", layers
     )
     for table in TABLES:
         names = await admin.fetchval(
@@ -223,11 +238,11 @@ async def _fill(admin: asyncpg.Connection, state: schema.SchemaState) -> None:
             f"bench.{table}",
         )
         count = await admin.fetchval(f"select count(*) from bench.{table}")
-        copies = -(-FOREIGN_ROWS // count)
+        copies = -(-foreign_rows // count)
         await admin.execute(
-            f"insert into s_{state.hash}.{table} ({names}, {LAYER})"
-            f" select {names}, {first} + (id + copy * 7) % {FOREIGN_ROLLOUTS} from bench.{table},"
-            f" generate_series(1, {copies}) copy where id <= {FOREIGN_ROWS // copies}"
+            f"insert into s_{state.hash}.{table} ({names}, {LAYER}, {OVER})"
+            f" select {names}, {first} + (id + copy * 7) % {layers} as layer, 0 from bench.{table},"
+            f" generate_series(1, {copies}) copy where id <= {foreign_rows // copies} order by layer, id"
         )
     for table in await _hidden(admin, state):
         await admin.execute(f"vacuum analyze {table}")
@@ -238,11 +253,11 @@ async def _layer(admin: asyncpg.Connection) -> int:
     return number
 
 
-async def _deepen(admin: asyncpg.Connection, overlay: Overlay, depth: int) -> None:
+async def _deepen(admin: asyncpg.Connection, overlay: Overlay, depth: int, rows: int = ROWS_PER_LAYER) -> None:
     """Grow the rollout's chain; every layer changes some rows of each table."""
     while len(overlay.chain) < depth:
         overlay.head = await _layer(admin)
-        first = len(overlay.chain) * OWN_ROWS_PER_LAYER * 3
+        first = 1 + len(overlay.chain) * rows * 3
         async with overlay.conn.transaction():
             await overlay.bind()
             for table, change in (
@@ -250,7 +265,7 @@ async def _deepen(admin: asyncpg.Connection, overlay: Overlay, depth: int) -> No
                 ("orders", "total = total + 1"),
                 ("items", "quantity = 9"),
             ):
-                last = first + OWN_ROWS_PER_LAYER
+                last = first + rows - 1
                 await overlay.conn.execute(f"update {table} set {change} where id between {first} and {last}")
         overlay.chain = (*overlay.chain, overlay.head)
     overlay.head = await _layer(admin)
@@ -278,12 +293,25 @@ async def _measure(plain: Side, overlay: Overlay, measurement: Measurement, roun
 
 
 def _rounds(measurement: Measurement, size: Size) -> int:
-    return {"aggregate": 7, "update_50000": 4}.get(measurement.name, size.rounds)
+    return min(
+        {"aggregate": 9, "update_50000": max(2, size.rounds // 5)}.get(measurement.name, size.rounds), size.rounds
+    )
 
 
-async def _vacuum(admin: asyncpg.Connection, state: schema.SchemaState) -> None:
+async def _settle(admin: asyncpg.Connection, state: schema.SchemaState) -> None:
+    """What autovacuum and the checkpointer would do in the next minutes, so that they don't while we measure."""
     for table in (*(f"bench.{table}" for table in TABLES), *await _hidden(admin, state)):
-        await admin.execute(f"vacuum {table}")
+        await admin.execute(f"vacuum analyze {table}")
+    await admin.execute("checkpoint")
+
+
+def _one_core(backends: list[int]) -> None:
+    try:
+        core = {max(os.sched_getaffinity(0))}
+        for process in (*backends, 0):
+            os.sched_setaffinity(process, core)
+    except (AttributeError, OSError) as error:
+        say(f"not kept on one core ({error}): ratios of short statements vary more")
 
 
 async def run(dsn: str, size: Size) -> tuple[dict[str, float], list[Target]]:
@@ -299,19 +327,28 @@ async def run(dsn: str, size: Size) -> tuple[dict[str, float], list[Target]]:
         await overlay.prepare()
         figures: dict[str, float] = {}
         targets: list[Target] = []
+        _one_core([await side.conn.fetchval("select pg_backend_pid()") for side in (plain, overlay)])
         say("warming prepared statements on the empty delta")
         for measurement in READS:
             await _measure(plain, overlay, measurement, 3)
-        await _fill(admin, state)
+        await _fill(admin, state, size.foreign_rows)
         for depth in DEPTHS:
             await _deepen(admin, overlay, depth)
+            await _settle(admin, state)
             say(f"chain depth {depth}")
-            for measurement in (*READS, *WRITES):
+            for measurement in (*READS, *PLANNED, *WRITES):
                 name = f"{measurement.name}_depth_{depth}"
                 figures[name] = await _measure(plain, overlay, measurement, _rounds(measurement, size))
-                targets.append(Target(name, "<=", measurement.target))
-                if measurement.name == "update_50000":
-                    await _vacuum(admin, state)
+                if measurement.target:
+                    targets.append(Target(name, "<=", measurement.target))
+        filled, overlay.chain = overlay.chain, ()
+        await _deepen(admin, overlay, DEPTHS[-1], AGAIN)
+        await _settle(admin, state)
+        say(f"chain depth {DEPTHS[-1]}, {AGAIN} rows a layer")
+        for measurement in READS:
+            name = f"{measurement.name}_depth_{DEPTHS[-1]}_rows_{AGAIN}"
+            figures[name] = await _measure(plain, overlay, measurement, _rounds(measurement, size))
+        overlay.chain = filled
         say(f"a rollout with {MANY_OWN_ROWS:,} own rows")
         async with overlay.conn.transaction():
             await overlay.bind()
@@ -364,12 +401,14 @@ async def _main(arguments: argparse.Namespace) -> None:
         figures, targets = await run(dsn, size)
     say(f"took {time.monotonic() - started:.0f} s")
     rows = size.customers + size.orders + size.items
-    report("overlay", figures, targets, postgresql=version, base_rows=rows, foreign_rows=3 * FOREIGN_ROWS)
+    report("overlay", figures, targets, postgresql=version, base_rows=rows, foreign_rows=3 * size.foreign_rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlay", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="50,000 rows a table instead of millions")
+    parser.add_argument(
+        "--quick", action="store_true", help="50,000 rows a table instead of millions, a tenth of others' rows"
+    )
     parser.add_argument("--dsn", help="a superuser of a PostgreSQL 18 to use instead of the embedded one")
     asyncio.run(_main(parser.parse_args(argv)))
     return 0

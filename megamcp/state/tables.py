@@ -17,6 +17,7 @@ CHAIN = "(select megamcp.chain_with_base())::bigint[]"
 WRITTEN = "(select megamcp.chain())::bigint[]"  # without base: what a delta may hold
 VIEW_ROLE = "megamcp_view"
 BALLAST = 4_000
+ROWS_PER_LAYER = 400  # as the planner is told; megamcp.dear() is priced by it
 
 
 def parent(state: str, table: str) -> str:
@@ -45,6 +46,8 @@ def create(state: str, visible: str, table: Table) -> str:
 
     What every scan filters by comes first: a row is unpacked only as far as it is needed. What only delta rows need
     is added when the base has its rows: they then take no room there, a missing column reads as its default.
+    The planner is told how many rows a layer holds, many: it sizes a hash of a rollout's rows by that, a roomy one
+    finds sooner that a key is not in it, and plans don't turn with what other rollouts do.
     """
     columns = ",\n  ".join(_column(c) for c in table.columns)
     names = idents(table.names)
@@ -59,6 +62,7 @@ insert into {b} ({names}, {LAYER}) select {names}, 0 from {ident(visible)}.{iden
 alter table {p} add {STAMP} bigint not null default 0, add {OVER} bigint not null default -1;
 create table {d} partition of {p} default with (fillfactor = 90, autovacuum_analyze_scale_factor = 0.05,
   autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_insert_scale_factor = 0.05);
+alter table {d} alter {LAYER} set (n_distinct = {-1 / ROWS_PER_LAYER});
 """
 
 
@@ -66,7 +70,6 @@ def ballast(state: str, table: Table) -> str:
     """Rows of layers that no chain holds, so that the delta never looks empty to the planner.
 
     A plan made on an empty table scans it from end to end, and a cached one goes on doing so while the table fills.
-    Few layers with many rows, since the planner should expect a rollout to own many.
     A table with a domain that forbids null has none.
     """
     d = delta(state, table.name)

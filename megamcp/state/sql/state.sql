@@ -84,20 +84,42 @@ begin
 end $body$;
 revoke all on function megamcp.verified(boolean) from public;
 
--- The chain that a scan compares each row's layer with. Base is in it 14 times: an array of up to 130 bytes is packed
--- where PostgreSQL keeps it for the statement, and unpacked again for each row (50 ns, of 150 that a base row costs).
+-- The chain that a scan compares each row's layer with. A short one names base several times: an array of up to 130 bytes
+-- is packed where PostgreSQL keeps it for the statement, and unpacked for each row (50 ns, of 150 that a base row costs).
+-- Both functions compute the mac in line: they run for every table of every statement, and a call within costs 4 µs of 7.
 create or replace function megamcp.chain_with_base() returns bigint[]
 language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
+declare
+  given text := coalesce(current_setting('megamcp.binding', true), '');
+  body text := left(given, -65);
+  layers bigint[];
 begin
-  return ('{0,0,0,0,0,0,0,0,0,0,0,0,0,' || substr(split_part(megamcp.verified(false), '|', 1), 2))::bigint[];
+  if encode(sha256(megamcp.secret() || convert_to(
+      body, 'UTF8') || int4send(pg_backend_pid()) || timestamptz_send(transaction_timestamp())
+      || megamcp.secret()), 'hex') is distinct from right(given, 64) then
+    body := megamcp.verified(false);  -- raises
+  end if;
+  layers := split_part(body, '|', 1);
+  if cardinality(layers) < 14 then
+    return '{0,0,0,0,0,0,0,0,0,0,0,0,0}'::bigint[] || layers;
+  end if;
+  return layers;
 end $body$;
 revoke all on function megamcp.chain_with_base() from public;
 
 -- The chain without base, for probes of a delta: a probe sorts the array, so the shorter the better.
 create or replace function megamcp.chain() returns bigint[]
 language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
+declare
+  given text := coalesce(current_setting('megamcp.binding', true), '');
+  body text := left(given, -65);
 begin
-  return ('{' || ltrim(substr(split_part(megamcp.verified(false), '|', 1), 3), ','))::bigint[];
+  if encode(sha256(megamcp.secret() || convert_to(
+      body, 'UTF8') || int4send(pg_backend_pid()) || timestamptz_send(transaction_timestamp())
+      || megamcp.secret()), 'hex') is distinct from right(given, 64) then
+    body := megamcp.verified(false);  -- raises
+  end if;
+  return ('{' || ltrim(substr(split_part(body, '|', 1), 3), ','))::bigint[];
 end $body$;
 revoke all on function megamcp.chain() from public;
 
@@ -134,10 +156,10 @@ do $body$
 begin
   if (select r.rolsuper from pg_roles r where r.rolname = current_user) then
     create or replace function megamcp.dear(layer bigint, first_layer bigint) returns boolean
-      language internal immutable strict parallel safe cost 200 as 'int8ge';
+      language internal immutable strict parallel safe cost 4 as 'int8ge';
   else
     create or replace function megamcp.dear(layer bigint, first_layer bigint) returns boolean
-      language plpgsql immutable strict parallel safe cost 200 as 'begin return layer >= first_layer; end';
+      language plpgsql immutable strict parallel safe cost 4 as 'begin return layer >= first_layer; end';
   end if;
 end $body$;
 revoke all on function megamcp.dear(bigint, bigint) from public;
