@@ -38,6 +38,8 @@ def _kind(field: FieldInfo) -> str:
     names = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path", SecretStr: "secret"}
     if typing.get_origin(kind) is list:
         return f"list of {names[typing.get_args(kind)[0]]}s"
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(typing.get_args(kind))
     return names[kind]  # type: ignore[index]
 
 

@@ -293,7 +293,7 @@ async def events(
 
 
 async def _follow(s: Services, rollout: str, after: int) -> AsyncIterator[bytes]:
-    quiet = 0.0
+    quiet, ended = 0.0, False
     while not s.stopping.is_set():
         rows = await s.store.rows(sql.EVENTS, rollout, after, 100)
         for row in rows:
@@ -306,8 +306,12 @@ async def _follow(s: Services, rollout: str, after: int) -> AsyncIterator[bytes]
         if rows:
             quiet = 0.0
             continue
-        if (await s.rollouts.get(rollout))["status"] != t.RolloutStatus.OPEN:
+        if ended:
             return
+        # What was written before it ended is told first, in one more round.
+        ended = (await s.rollouts.get(rollout))["status"] != t.RolloutStatus.OPEN
+        if ended:
+            continue
         quiet += POLL_S
         if quiet >= 15:
             quiet = 0.0

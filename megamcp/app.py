@@ -7,6 +7,8 @@ answered with 503 until it is back.
 
 import asyncio
 import contextlib
+import hmac
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +24,7 @@ from megamcp.api import add_error_handlers, router
 from megamcp.bodies import StrictBodies
 from megamcp.dataplane import Dataplane
 from megamcp.environments import Environments, bundled
-from megamcp.errors import MegaMCPError, Unavailable, Unprocessable
+from megamcp.errors import MegaMCPError, Unauthorized, Unavailable, Unprocessable
 from megamcp.migrate import migrate
 from megamcp.openapi import document_problems
 from megamcp.postgres import check_server
@@ -46,9 +48,30 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(AGENT_PATHS) and Dataplane.serves(scope["path"]):
             services: Services = self.control.state.services
+            if scope["path"].startswith("/e/") and not may_open(services.settings, scope["headers"]):
+                await refuse_stranger(send)
+                return
             await services.dataplane(scope, receive, send)
         else:
             await self.control(scope, receive, send)
+
+
+def may_open(settings: Settings, headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether a request to `/e/…`, which opens rollouts, shows the API key that `/v1` would want."""
+    if settings.api_key is None:
+        return True
+    given = next((value for name, value in headers if name == b"authorization"), b"")
+    return hmac.compare_digest(given, b"Bearer " + settings.api_key.get_secret_value().encode())
+
+
+async def refuse_stranger(send: Send) -> None:
+    """401 in the shape of MCP's own errors."""
+    error = Unauthorized("The API key is missing or wrong.", hint="Send Authorization: Bearer <MEGAMCP_API_KEY>.")
+    document = {"code": error.jsonrpc, "message": error.message, "data": error.rpc_data()}
+    body = json.dumps({"jsonrpc": "2.0", "id": None, "error": document}).encode()
+    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def create_app(settings: Settings | None = None) -> Gateway:
@@ -172,13 +195,17 @@ async def patiently(dsn: str, step: Callable[[], Awaitable[T]]) -> T:
 
 async def wait_for_server(dsn: str) -> None:
     """Returns once PostgreSQL answers and is new enough. Raises `Unavailable`, `Unprocessable`."""
-    give_up = time.monotonic() + START_PATIENCE_S
+    began = time.monotonic()
+    told = False
     while True:
         try:
             await check_server(dsn)
-        except Unavailable:
-            if time.monotonic() > give_up:
+        except Unavailable as error:
+            if time.monotonic() > began + START_PATIENCE_S:
                 raise
+            if not told:
+                told = True
+                log.warning("waiting up to %d s for the database: %s", START_PATIENCE_S, error)
             await asyncio.sleep(0.2)
         else:
             return

@@ -30,7 +30,7 @@ from megamcp.dataplane.ports import (
     UrlTarget,
 )
 from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
-from megamcp.errors import Conflict, DeadlineExceeded, Gone, NotFound
+from megamcp.errors import Conflict, DeadlineExceeded, Gone, NotFound, Unprocessable
 from megamcp.handles import Mode, Signer, fingerprint
 from megamcp.migrate import migrate
 from megamcp.rollouts import Rollouts
@@ -229,6 +229,7 @@ class Control:
         nonce = uuid.uuid4()
         give_up = time.monotonic() + self._settings.call_timeout_s
         request = fingerprint(server, tool, arguments)
+        look_for_dead = 0.0
         while True:
             left = give_up - time.monotonic()
             try:
@@ -252,8 +253,12 @@ class Control:
                     return _Intent(row["seq"], None, rollout.id, nonce)
                 case "done" if row["result"] is not None:
                     return _Intent(row["seq"], Recorded(row["result"].encode(), row["is_error"]), rollout.id)
+                case "done":
+                    raise Unprocessable("The call was done, but its result is no longer kept.", code="result_expired")
                 case "running":
-                    await self._store.value(sql.LOSE_INTENTS)
+                    if (now := time.monotonic()) > look_for_dead:
+                        look_for_dead = now + 1
+                        await self._store.value(sql.LOSE_INTENTS)
                     if left <= 0:
                         raise DeadlineExceeded(
                             "The first call with this idempotency key is still running.",

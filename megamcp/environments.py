@@ -174,6 +174,8 @@ def read(path: Path) -> Source:
     try:
         path = path.expanduser().resolve()
         file = path / "environment.toml" if path.is_dir() else path
+        if path.is_dir() and not file.exists() and (path / "mcp.json").exists():
+            file = path / "mcp.json"
         text = _text(file)
     except (OSError, ValueError, RuntimeError) as error:  # the last two: a NUL or an unknown ~user in the path
         raise _invalid(file, str(error)) from error
@@ -190,6 +192,9 @@ def read(path: Path) -> Source:
     digest = hashlib.sha256(config.model_dump_json(by_alias=True).encode())
     for name, content in sorted(files.items()):
         digest.update(f"\0{name}\0{len(content)}\0{content}".encode())
+    if any(server.entry for server in config.servers.values()):
+        for code in sorted(file.parent.glob("*.py")):  # tools that change make a new version, on processes of its own
+            digest.update(b"\0" + code.name.encode() + b"\0" + hashlib.sha256(code.read_bytes()).digest())
     return Source(file.parent, config, files, digest.hexdigest()[:16])
 
 
@@ -291,9 +296,11 @@ class Environments:
         for position, (name, server) in enumerate(config.servers.items()):
             schema = None
             if isinstance(server.state, SchemaConfig):
-                schema = await state.load(
+                schema = await _load_state(
                     connection,
-                    ddl=source.files[server.state.schema_file],
+                    name,
+                    # With the name, since two servers of one environment with equal files have states of their own.
+                    ddl=f"{source.files[server.state.schema_file]}\n-- {name}\n",
                     seeds=[source.files[seed] for seed in server.state.seed],
                     clock=config.clock,
                     seed=config.seed,
@@ -365,6 +372,23 @@ class Environments:
         """Every loaded version, newest first."""
         rows = await self._store.rows("select id from megamcp.environments order by loaded_at desc, id desc")
         return [await self.by_id(row["id"]) for row in rows]
+
+
+async def _load_state(connection: asyncpg.Connection, server: str, **content: Any) -> state.SchemaState:
+    """`state.load`; a mistake in the environment's SQL is the environment's, told in PostgreSQL's words."""
+    try:
+        return await state.load(connection, **content)
+    except asyncpg.PostgresError as error:
+        if (error.sqlstate or "")[:2] in ("08", "40", "53", "57", "58"):
+            raise
+        told = f"{error}" + (f" ({error.detail})" if getattr(error, "detail", None) else "")
+        raise Unprocessable(
+            f"servers.{server}: PostgreSQL refuses the schema or its seed: {told}",
+            code="invalid_environment",
+            hint=getattr(error, "hint", None) or "Nothing was loaded. Try the files on an empty database with psql.",
+            sqlstate=error.sqlstate,
+            context=getattr(error, "context", None),
+        ) from error
 
 
 def _definition(source: Source) -> dict[str, Any]:

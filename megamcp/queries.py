@@ -17,7 +17,7 @@ from megamcp.environments import Environments, LoadedServer
 from megamcp.errors import DeadlineExceeded, NoCapacity, Unprocessable
 from megamcp.handles import Mode, Signer
 from megamcp.plain import plain, read_exactly
-from megamcp.rollouts import HEAD, Rollouts
+from megamcp.rollouts import BASE, HEAD, Rollouts
 from megamcp.settings import Settings
 from megamcp.state.statements import check_query
 from megamcp.store import translated
@@ -57,14 +57,15 @@ class Queries:
         check_query(sql)
         row = await self._rollouts.get(rollout)
         target = (await self._environments.by_id(row["environment"])).server(server)
-        point = await self._rollouts.point(row, at or HEAD)
+        if at and at not in (HEAD, BASE):
+            await self._rollouts.same_environment(row, at)
         handle = self._signer.mint(
             rollout=rollout,
             server=target.name,
             epoch=row["epoch"],
             mode=Mode.QUERY,
             deadline=time.time() + self._settings.query_timeout_s,
-            point="" if point.name == HEAD else point.name,
+            point="" if at in (None, HEAD) else at,
         )
         pool = await self._pool(target)
         with translated():
@@ -80,8 +81,11 @@ class Queries:
     async def _fetch(
         self, connection: asyncpg.Connection, handle: str, sql: str
     ) -> tuple[list[str], list[msgspec.Raw], bool]:
-        async with connection.transaction(readonly=True):
+        async with connection.transaction():
+            await connection.execute("set transaction read write")
             await connection.execute("select megamcp.query_begin($1)", handle)
+            # From here on nothing can be written, and nothing can change that.
+            await connection.execute("set transaction read only")
             await connection.execute(f"set local statement_timeout = {int(self._settings.query_timeout_s * 1000)}")
             try:
                 async with asyncio.timeout(self._settings.query_timeout_s + 1):  # all batches together

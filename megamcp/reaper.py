@@ -46,23 +46,41 @@ class Reaper:
     async def once(self) -> dict[str, int]:
         """One round; gives what was done, by step."""
         self._rollouts.open_count = await self._store.value(sql.COUNT_OPEN)
-        done = {"rollouts": await self._end_rollouts()}
+        done = {"rollouts": await self._end_rollouts(), "leases": await self._end_leases()}
         steps: dict[str, tuple[str, tuple[object, ...]]] = {
             "intents": (sql.LOSE_INTENTS, ()),
             "ended calls": (sql.FORGET_ENDED, ()),
-            "leases": (sql.RELEASE_EXPIRED_CHECKPOINTS, (BATCH,)),
             "checkpoints": (sql.COLLECT_CHECKPOINTS, (BATCH,)),
             "journals": (sql.DROP_JOURNALS, (timedelta(days=self._settings.journal_days), BATCH)),
             "blobs": (sql.DROP_BLOBS, (self._settings.blob_bytes,)),
         }
         for name, (query, arguments) in steps.items():
             done[name] = await self._step(name, query, arguments)
+            while name == "checkpoints" and (more := await self._step(name, query, arguments)):
+                done[name] += more  # what stood on what has just gone
         done["layers"] = await self._discard_layers()
+        while done["layers"] and (more := await self._discard_layers()):
+            done["layers"] += more
         return done
 
     async def _end_rollouts(self) -> int:
         expired = await self._store.rows(sql.EXPIRED_ROLLOUTS, BATCH)
-        return sum([await self._rollouts.close(row["id"], "expired") for row in expired])
+        at_once = asyncio.Semaphore(4)
+
+        async def end(rollout: str) -> bool:
+            async with at_once:
+                try:
+                    return await self._rollouts.close(rollout, expired=True)
+                except MegaMCPError as error:  # one that can't be ended now must not keep the others
+                    log.warning("reaper: rollout %s: %s", rollout, error)
+                    return False
+
+        return sum(await asyncio.gather(*(end(row["id"]) for row in expired)))
+
+    async def _end_leases(self) -> int:
+        async with self._store.transaction() as connection:
+            ids = [row["id"] for row in await connection.fetch(sql.LOCK_EXPIRED_CHECKPOINTS, BATCH)]
+            return _count(await connection.execute(sql.RELEASE_EXPIRED_CHECKPOINTS, ids))
 
     async def _step(self, name: str, query: str, arguments: tuple[object, ...]) -> int:
         async with self._store.transaction() as connection:
@@ -70,7 +88,7 @@ class Reaper:
                 return 0
             if name == "checkpoints":
                 return int(await connection.fetchval(query, *arguments))
-            return int((await connection.execute(query, *arguments)).rsplit(" ", 1)[-1])
+            return _count(await connection.execute(query, *arguments))
 
     async def _discard_layers(self) -> int:
         async with self._store.transaction() as connection:
@@ -85,3 +103,8 @@ class Reaper:
                         await state.discard(connection, server.schema, layers)
                 await connection.execute(sql.FORGET_LAYERS, layers)
             return sum(map(len, dead.values()))
+
+
+def _count(tag: str) -> int:
+    """Rows of a command tag such as `DELETE 3`."""
+    return int(tag.rsplit(" ", 1)[-1])

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -27,15 +28,18 @@ from megamcp.errors import BadRequest, Conflict, DeadlineExceeded, Gone, NoCapac
 from megamcp.handles import new_id
 from megamcp.settings import Settings
 from megamcp.store import Store, seconds
-from megamcp.types import SeedChoice
+from megamcp.types import RolloutStatus, SeedChoice
 
 log = logging.getLogger(__name__)
 
 BASE = "base"
 HEAD = "head"
-_END_TRIES = 20
-_GLANCE_S = 0.05
-_SLICE_S = 1.0
+_CALL = re.compile(r"call ([0-9a-f-]{36})")
+_LOCKED = " for key share of c"
+_END_TRIES = 5
+_END_WAIT_S = 1.0
+_GLANCE_S = 0.03
+_PAUSE_S = 0.07
 
 
 Locked = tuple[asyncpg.Connection, asyncpg.Record]
@@ -61,7 +65,8 @@ class Rollouts:
         self._store = store
         self._environments = environments
         self._settings = settings
-        self._waiters = asyncio.Semaphore(max(1, settings.control_connections // 3))
+        # One that ends calls needs two connections.
+        self._enders = asyncio.Semaphore(max(1, settings.control_connections // 3))
         self.open_count = 0
         """Open rollouts in the database as the reaper last counted them, plus those made here since."""
 
@@ -174,16 +179,11 @@ class Rollouts:
 
     async def checkpoint(self, checkpoint: str) -> asyncpg.Record:
         """A live checkpoint. Raises `NotFound`, `Gone`."""
-        row = await self._store.row(sql.CHECKPOINT_BY_ID, checkpoint)
-        if row is None:
-            raise NotFound(f"There is no checkpoint {checkpoint}.", code="checkpoint_not_found")
-        if not row["alive"]:
-            raise Gone(
-                f"Checkpoint {checkpoint} was released or its lease ended.",
-                code="checkpoint_gone",
-                hint="Renew or pin checkpoints that you want to come back to.",
-            )
-        return row
+        return alive(await self._store.row(sql.CHECKPOINT_BY_ID, checkpoint), checkpoint)
+
+    async def same_environment(self, rollout: asyncpg.Record, checkpoint: str) -> None:
+        """Raises `Conflict` for a checkpoint of another environment version, `NotFound`, `Gone`."""
+        compared(rollout, await self.checkpoint(checkpoint))
 
     # -- moving one rollout -------------------------------------------------------------------------------------
 
@@ -233,14 +233,16 @@ class Rollouts:
                 raise Gone(f"Checkpoint {checkpoint} was released.", code="checkpoint_gone")
             return await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
 
-    async def close(self, rollout: str, status: str = "closed") -> bool:
-        """Release a rollout; True if it was open. Releasing twice, or one that isn't there, is no error."""
+    async def close(self, rollout: str, *, expired: bool = False) -> bool:
+        """Release a rollout; True if it was open. Releasing twice, or one that isn't there, is no error.
+
+        With `expired` only if its lease has ended: it may have been renewed since it was looked at.
+        """
+        status = RolloutStatus.EXPIRED if expired else RolloutStatus.CLOSED
+        grace, reason = self._settings.rollback_grace_s, "the rollout was released"
         try:
-            async with self._alone(rollout, self._settings.rollback_grace_s, "the rollout was released") as (
-                connection,
-                _,
-            ):
-                ended = bool(await connection.fetchval(sql.END_ROLLOUT, rollout, status))
+            async with self._alone(rollout, grace, reason) as (connection, _):
+                ended = bool(await connection.fetchval(sql.END_ROLLOUT, rollout, status, expired))
         except (NotFound, Gone):
             return False
         self.open_count = max(0, self.open_count - ended)
@@ -266,6 +268,8 @@ class Rollouts:
         """The open rollout, locked against calls and other moves until the transaction ends."""
         async with self._locked(rollout, "pg_advisory_xact_lock", patience_s, reason) as (connection, row):
             demand_open(row)
+            # Calls to servers without state take no lock of the rollout, only this row's, to number themselves.
+            await connection.execute(sql.LOCK_ROLLOUT, rollout)
             yield connection, row
 
     @asynccontextmanager
@@ -279,51 +283,49 @@ class Rollouts:
     async def _locked(self, rollout: str, lock: str, patience_s: float, reason: str | None) -> AsyncIterator[Locked]:
         """Take a rollout's lock. When patience ends: `DeadlineExceeded`, or with a `reason` end the calls in the way.
 
-        Waiting holds a connection that other rollouts may need, so only some may wait long at a time.
+        A connection that waits is missing to other rollouts. So patience is many short waits with the connection given
+        back between them; only while calls are being ended is it kept, at the head of the line.
         """
         give_up = time.monotonic() + patience_s
         tries_left = _END_TRIES
-        wait_s, ending = _GLANCE_S, False
-        async with contextlib.AsyncExitStack() as stack:
-            while True:
-                async with self._store.transaction() as connection:
-                    await connection.execute(f"set local lock_timeout = {max(1, int(wait_s * 1000))}")
-                    # Calls are ended while this waits in line, so that the next one in line isn't let in before it.
-                    end = asyncio.create_task(self._end_calls(rollout, reason)) if ending and reason else None
-                    try:
-                        async with connection.transaction():
-                            await connection.execute(f"select {lock}(megamcp.lock_key($1))", rollout)
-                    except asyncpg.LockNotAvailableError:
-                        pass
-                    else:
-                        await connection.execute("set local lock_timeout = 0")
-                        row = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
-                        if row is None:
-                            raise NotFound(f"There is no rollout {rollout}.", code="rollout_not_found")
-                        yield connection, row
-                        return
-                    finally:
-                        if end:
-                            await end
-                if wait_s == _GLANCE_S:
-                    await stack.enter_async_context(self._waiters)
-                left = give_up - time.monotonic()
-                ending = left <= 0
-                if ending:
-                    tries_left -= 1
-                    if reason is None or not tries_left:
-                        raise DeadlineExceeded(
-                            f"Rollout {rollout} is busy: a call of it is still running.", code="rollout_busy"
-                        )
-                wait_s = _SLICE_S if ending else min(max(left, 0.1), _SLICE_S)
+        while True:
+            ending = reason if time.monotonic() >= give_up else None
+            async with self._enders if ending else contextlib.nullcontext(), self._store.transaction() as connection:
+                wait_s = _END_WAIT_S if ending else _GLANCE_S
+                await connection.execute(f"set local lock_timeout = {int(wait_s * 1000)}")
+                # Calls are ended while this waits in line, so that the next one in line isn't let in before it.
+                end = asyncio.create_task(self._end_calls(rollout, ending)) if ending else None
+                try:
+                    async with connection.transaction():
+                        await connection.execute(f"select {lock}(megamcp.lock_key($1))", rollout)
+                except asyncpg.LockNotAvailableError:
+                    pass
+                else:
+                    await connection.execute("set local lock_timeout = '30s'")
+                    row = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
+                    if row is None:
+                        raise NotFound(f"There is no rollout {rollout}.", code="rollout_not_found")
+                    yield connection, row
+                    return
+                finally:
+                    if end:
+                        await end
+            if time.monotonic() >= give_up:
+                tries_left -= 1
+                if reason is None or not tries_left:
+                    raise DeadlineExceeded(
+                        f"Rollout {rollout} is busy: a call of it is still running.", code="rollout_busy"
+                    )
+            else:
+                await asyncio.sleep(_PAUSE_S)
 
     async def _end_calls(self, rollout: str, reason: str) -> None:
         await asyncio.sleep(0.02)
         holders = await self._store.rows(sql.HOLDERS, rollout)
-        calls = [row["name"].removeprefix("call ") for row in holders if row["name"].startswith("call ")]
+        calls = [match[1] for row in holders if (match := _CALL.fullmatch(row["name"]))]
         # Told first, so that whoever asks what became of the call learns why.
         await self._store.value(sql.TELL_ENDED, calls, f"The call was ended: {reason}. Nothing of it was kept.")
-        await self._store.value(sql.END_BACKENDS, [row["pid"] for row in holders])
+        await self._store.value(sql.END_HOLDERS, rollout, [row["pid"] for row in holders])
         log.info("ended %d calls of %s: %s", len(calls), rollout, reason)
 
     # -- checkpoints' leases ------------------------------------------------------------------------------------
@@ -341,19 +343,24 @@ class Rollouts:
 
     async def release_checkpoint(self, checkpoint: str) -> None:
         """End a checkpoint's lease now. Idempotent; raises `Conflict` while somebody pins it."""
-        if await self._store.value(sql.RELEASE_CHECKPOINT, checkpoint) is None:
-            row = await self._store.row(sql.CHECKPOINT_BY_ID, checkpoint)
-            if row is not None and row["pins"]:
-                raise Conflict(
-                    f"Checkpoint {checkpoint} is pinned by {', '.join(row['pins'])}.",
-                    code="checkpoint_pinned",
-                    hint="DELETE /v1/checkpoints/{id}/pin/{owner} first.",
-                )
+        async with self._store.transaction() as connection:
+            await connection.execute(sql.LOCK_CHECKPOINT, checkpoint)
+            released = await connection.fetchval(sql.RELEASE_CHECKPOINT, checkpoint)
+            row = await connection.fetchrow(sql.CHECKPOINT_BY_ID, checkpoint)
+        if released is None and row is not None and row["pins"]:
+            raise Conflict(
+                f"Checkpoint {checkpoint} is pinned by {', '.join(row['pins'])}.",
+                code="checkpoint_pinned",
+                hint="DELETE /v1/checkpoints/{id}/pin/{owner} first.",
+            )
 
     async def pin(self, checkpoint: str, owner: str, ttl_s: float | None) -> asyncpg.Record:
         """Hold a checkpoint under a name. Pinning again renews."""
-        await self._store.value(sql.PIN, checkpoint, owner, self._lease(ttl_s, self._settings.checkpoint_ttl_s))
-        return await self.checkpoint(checkpoint)
+        lease = self._lease(ttl_s, self._settings.checkpoint_ttl_s)
+        async with self._store.transaction() as connection:
+            await connection.execute(sql.LOCK_CHECKPOINT, checkpoint)
+            await connection.execute(sql.PIN, checkpoint, owner, lease)
+            return alive(await connection.fetchrow(sql.CHECKPOINT_BY_ID, checkpoint), checkpoint)
 
     async def unpin(self, checkpoint: str, owner: str) -> None:
         """Let go of a pin. Idempotent."""
@@ -362,20 +369,17 @@ class Rollouts:
 
     # -- reading points -----------------------------------------------------------------------------------------
 
-    async def point(self, rollout: asyncpg.Record, name: str) -> Point:
-        """Resolve `base`, `head` or a checkpoint id on the rollout's line. Raises `NotFound`, `Gone`, `Conflict`."""
+    async def _point(self, connection: asyncpg.Connection, rollout: asyncpg.Record, name: str) -> Point:
+        """Resolve `base`, `head` or a checkpoint id. Raises `NotFound`, `Gone`, `Conflict`.
+
+        The checkpoint's row is locked against the reaper until the transaction ends: its layers stay as long.
+        """
         if name == BASE:
             return Point(BASE, (), None, {})
         if name == HEAD:
             demand_open(rollout)
             return Point(HEAD, (*rollout["chain"], rollout["layer"]), rollout["layer"], dict(rollout["sums"]))
-        row = await self.checkpoint(name)
-        if row["environment"] != rollout["environment"]:
-            raise Conflict(
-                f"Checkpoint {name} is of environment {row['environment_name']}.",
-                code="foreign_checkpoint",
-                hint="Only points of the same environment version can be compared.",
-            )
+        row = compared(rollout, alive(await connection.fetchrow(sql.CHECKPOINT_BY_ID + _LOCKED, name), name))
         return Point(name, tuple(row["chain"]), None, dict(row["sums"]))
 
     async def diff(
@@ -385,7 +389,7 @@ class Rollouts:
         row = await self.get(rollout)
         environment = await self._environments.by_id(row["environment"])
         async with self._reading(rollout) as (connection, row):
-            a, b = await self.point(row, start), await self.point(row, end)
+            a, b = await self._point(connection, row, start), await self._point(connection, row, end)
             return {
                 server.name: (
                     server,
@@ -400,7 +404,7 @@ class Rollouts:
         row = await self.get(rollout)
         environment = await self._environments.by_id(row["environment"])
         async with self._reading(rollout) as (connection, row):
-            point = await self.point(row, at)
+            point = await self._point(connection, row, at)
             sums, counters = dict(point.sums), {}
             for server in environment.servers:
                 if not server.schema:
@@ -413,6 +417,30 @@ class Rollouts:
             server.name: _part(server, sums) if server.schema else None for server in environment.servers
         }
         return digest_of(environment, sums), per_server, counters
+
+
+def alive(row: asyncpg.Record | None, checkpoint: str) -> asyncpg.Record:
+    """The checkpoint's row. Raises `NotFound`, or `Gone` when its lease has ended."""
+    if row is None:
+        raise NotFound(f"There is no checkpoint {checkpoint}.", code="checkpoint_not_found")
+    if not row["alive"]:
+        raise Gone(
+            f"Checkpoint {checkpoint} was released or its lease ended.",
+            code="checkpoint_gone",
+            hint="Renew or pin checkpoints that you want to come back to.",
+        )
+    return row
+
+
+def compared(rollout: asyncpg.Record, checkpoint: asyncpg.Record) -> asyncpg.Record:
+    """The checkpoint. Raises `Conflict` when it is of another environment version than the rollout."""
+    if checkpoint["environment"] != rollout["environment"]:
+        raise Conflict(
+            f"Checkpoint {checkpoint['id']} is of environment {checkpoint['environment_name']}.",
+            code="foreign_checkpoint",
+            hint="Only points of the same environment version can be compared.",
+        )
+    return checkpoint
 
 
 def demand_open(row: asyncpg.Record) -> None:
@@ -437,5 +465,5 @@ def _part(server: LoadedServer, sums: dict[str, str]) -> str:
 def digest_of(environment: LoadedEnvironment, sums: dict[str, str]) -> str:
     """One hash over the effective state of every server: of the loaded content, and of what differs from it."""
     parts = {server.name: _part(server, sums) for server in environment.servers if server.schema}
-    text = json.dumps([environment.hash, parts], sort_keys=True, separators=(",", ":"))
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

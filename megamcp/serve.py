@@ -86,10 +86,16 @@ def listen(host: str, port: int) -> socket.socket:
                 time.sleep(0.1)
                 continue
             listener.close()
-            raise Conflict(
+            if error.errno == errno.EADDRINUSE:
+                raise Conflict(
+                    f"Can't listen on {host}:{port}: {error.strerror}.",
+                    code="port_in_use",
+                    hint="Choose another with --port (0 takes a free one), or stop what listens there.",
+                ) from error
+            raise Unprocessable(
                 f"Can't listen on {host}:{port}: {error.strerror}.",
-                code="port_in_use",
-                hint="Choose another with --port (0 takes a free one), or stop what listens there.",
+                code="cannot_listen",
+                hint="--host must be an address of this machine; ports below 1024 need rights.",
             ) from error
     listener.listen(2048)
     listener.setblocking(False)

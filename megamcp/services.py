@@ -84,4 +84,6 @@ def limits(settings: Settings) -> Limits:
         start_timeout_s=settings.start_timeout_s,
         waiting_per_rollout=settings.queue_per_rollout,
         calls_in_flight=settings.calls_in_flight,
+        # Each reader holds a connection of the tool server; one rollout may not take them all.
+        readers_per_rollout=max(1, settings.tool_connections // 2),
     )

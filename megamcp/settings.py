@@ -3,15 +3,20 @@
 Durations are seconds, sizes are bytes. `docs/settings.md` lists them all; a test compares it with this file.
 """
 
+import tempfile
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 def default_data_dir() -> Path:
-    """Where the embedded PostgreSQL lives: `~/.megamcp`."""
-    return Path.home() / ".megamcp"
+    """Where the embedded PostgreSQL lives: `~/.megamcp`, or a temporary folder for a user without a home."""
+    try:
+        return Path.home() / ".megamcp"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "megamcp"
 
 
 class Settings(BaseSettings):
@@ -77,4 +82,4 @@ class Settings(BaseSettings):
     control_connections: int = Field(12, ge=2, description="PostgreSQL connections of each gateway process.")
     tool_connections: int = Field(8, ge=1, description="PostgreSQL connections of each tool server process.")
     query_connections: int = Field(4, ge=1, description="PostgreSQL connections of each process for evaluators' SQL.")
-    log_level: str = Field("info", description="debug, info, warning or error.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")

@@ -88,10 +88,12 @@ ROLLOUTS = f"""select {ROLLOUT} from megamcp.rollouts r join megamcp.environment
 RENEW_ROLLOUT = """update megamcp.rollouts set expires_at = clock_timestamp() + $2
     where id = $1 and status = 'open' returning id"""
 
+LOCK_ROLLOUT = "select 1 from megamcp.rollouts where id = $1 for no key update"
+
 # What ends a rollout: its head's layer is dead, its position is given up, its journal stays.
 END_ROLLOUT = """with ended as (
     update megamcp.rollouts r set status = $2, closed_at = clock_timestamp(), checkpoint = null, seq = r.seq + 1
-     where r.id = $1 and r.status = 'open' returning r.*
+     where r.id = $1 and r.status = 'open' and (not $3 or r.expires_at <= clock_timestamp()) returning r.*
 ), told as (
     insert into megamcp.events (rollout, seq, kind, data)
     select id, seq, 'close', jsonb_build_object('status', status) from ended
@@ -156,6 +158,9 @@ CHECKPOINTS = f"""select {CHECKPOINT} from megamcp.checkpoints c join megamcp.en
 RENEW_CHECKPOINT = f"""update megamcp.checkpoints c set expires_at = clock_timestamp() + $2
     where c.id = $1 and {ALIVE} returning c.id"""
 
+# Pins and releases of one checkpoint take turns: each decides by what the other left.
+LOCK_CHECKPOINT = "select 1 from megamcp.checkpoints where id = $1 for no key update"
+
 # Ends a checkpoint's lease now; its row stays while something stands on it.
 RELEASE_CHECKPOINT = """update megamcp.checkpoints c set released_at = clock_timestamp()
     where c.id = $1 and c.released_at is null
@@ -197,7 +202,8 @@ TELL_ENDED = """insert into megamcp.ended_calls (nonce, reason) select x, $2 fro
     on conflict do nothing"""
 FORGET_ENDED = "delete from megamcp.ended_calls where at < clock_timestamp() - interval '1 hour'"
 
-END_BACKENDS = "select count(pg_terminate_backend(x)) from unnest($1::integer[]) as x"
+# Those of them that still hold the lock: a backend may serve another rollout by now.
+END_HOLDERS = f"select count(pg_terminate_backend(h.pid)) from ({HOLDERS}) h where h.pid = any($2::integer[])"
 
 # Ends the backend of one call, whether it runs or still waits for the rollout.
 END_CALL = """select count(pg_terminate_backend(a.pid)) from pg_stat_activity a
@@ -235,13 +241,14 @@ LOSE_INTENTS = """update megamcp.events v set state = 'unknown', ended_at = cloc
 EXPIRED_ROLLOUTS = """select id from megamcp.rollouts where status = 'open' and expires_at <= clock_timestamp()
     order by expires_at limit $1"""
 
-RELEASE_EXPIRED_CHECKPOINTS = """with old as (
-    select c.id from megamcp.checkpoints c
+# Two statements: whether a pin came meanwhile is seen only after the rows are locked.
+LOCK_EXPIRED_CHECKPOINTS = """select c.id from megamcp.checkpoints c
      where c.released_at is null and c.expires_at <= clock_timestamp()
        and not exists (select 1 from megamcp.pins p where p.checkpoint = c.id and p.expires_at > clock_timestamp())
-     order by c.expires_at limit $1 for update skip locked
-)
-update megamcp.checkpoints c set released_at = clock_timestamp() from old where c.id = old.id returning c.id"""
+     order by c.expires_at limit $1 for no key update skip locked"""
+RELEASE_EXPIRED_CHECKPOINTS = """update megamcp.checkpoints c set released_at = clock_timestamp()
+    where c.id = any($1::text[]) and c.released_at is null and c.expires_at <= clock_timestamp()
+      and not exists (select 1 from megamcp.pins p where p.checkpoint = c.id and p.expires_at > clock_timestamp())"""
 
 # Released checkpoints that nothing stands on any more. Their layers are dead with them.
 COLLECT_CHECKPOINTS = """with old as (
@@ -340,7 +347,16 @@ class Store:
     @asynccontextmanager
     async def open(cls, dsn: str, connections: int) -> AsyncIterator["Store"]:
         """A store on connections of its own, made when they are needed and again after an outage."""
-        settings = {"application_name": "megamcp", "jit": "off", "lock_timeout": "30000"}
+        settings = {
+            "application_name": "megamcp",
+            "jit": "off",
+            "lock_timeout": "30s",
+            # A gateway that freezes in the middle of a move must not keep the rollout from the others.
+            "idle_in_transaction_session_timeout": "60s",
+            "tcp_keepalives_idle": "30",
+            "tcp_keepalives_interval": "10",
+            "tcp_keepalives_count": "3",
+        }
         async with Connections.open(dsn, connections, init=_prepare, settings=settings) as opened:
             yield cls(opened)
 

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,6 +73,7 @@ def serve(
 def _settings(**given: Any) -> "Settings":
     """The environment's settings, with those of the command line over them. Raises `BadParameter`."""
     from pydantic import ValidationError
+    from pydantic_settings import SettingsError
 
     from megamcp.settings import Settings
 
@@ -80,6 +82,10 @@ def _settings(**given: Any) -> "Settings":
         raise typer.BadParameter(f"{level!r} is none of {', '.join(_LEVELS)}", param_hint="--log-level")
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})
+    except SettingsError as error:
+        raise Unprocessable(
+            str(error), code="invalid_setting", hint="Lists are JSON: MEGAMCP_ENVIRONMENTS='[\"folder\"]'."
+        ) from error
     except ValidationError as error:
         problem = error.errors()[0]
         name = ".".join(str(part) for part in problem["loc"])
@@ -138,6 +144,7 @@ def tool_server(
     with failing_clearly(out):
         from megamcp.sdk.process import EntryError, serve_tool_server
 
+        sys.path.insert(0, "")  # as `python -m` has it: the module may lie in the current folder
         dsn = _tool_dsn(environment) if environment else None
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

@@ -56,6 +56,9 @@ class Running:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
+_LONGEST_PARENT = 72
+
+
 class SocketFolder:
     """A private, short-named folder for the children's sockets (a path may have 107 bytes).
 
@@ -65,7 +68,8 @@ class SocketFolder:
     def __init__(self) -> None:
         self._count = 0
         while True:
-            self.path = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+            usual = tempfile.gettempdir()
+            self.path = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=usual if len(usual) <= _LONGEST_PARENT else "/tmp")
             # Another gateway that starts now may take the folder for a stale one before it is locked.
             with contextlib.suppress(OSError):
                 self._lock = self._locked(self.path)
@@ -192,20 +196,27 @@ class Child:
         socket = self._sockets.next()
         self._tail.clear()
         command = [part.replace(SOCKET, socket) for part in self._target.command]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-S",
-            _LAUNCH,
-            str(os.getpid()),
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            cwd=self._target.cwd,
-            env={**os.environ, **self._target.environ},
-            start_new_session=True,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                "-S",
+                _LAUNCH,
+                str(os.getpid()),
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                cwd=self._target.cwd,
+                env={**_inherited(), **self._target.environ},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UpstreamError(
+                f"Tool server {self.name!r} can't be started in {self._target.cwd}: {error.strerror}.",
+                code="tool_server_start_failed",
+                hint="Load the environment again from where its folder is now.",
+            ) from error
         running = Running(process, socket, time.monotonic(), asyncio.Event())
         watcher = asyncio.create_task(self._watch(running), name=f"watch {self.name}")
         self._watchers.add(watcher)
@@ -276,3 +287,8 @@ def _retrieve(task: asyncio.Task[Running]) -> None:
     """A start that failed after everyone who waited had left is no unhandled error: it was logged."""
     if not task.cancelled():
         task.exception()
+
+
+def _inherited() -> dict[str, str]:
+    """The gateway's environment without its own settings: they hold the database's and the API's secrets."""
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith("MEGAMCP_")}

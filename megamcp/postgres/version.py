@@ -30,6 +30,12 @@ async def check_server(dsn: str, *, timeout: float = 10.0) -> int:
             code="bad_database_url",
             hint="It has the form postgresql://user:password@host:5432/database; escape special characters.",
         ) from error
+    except (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError) as error:
+        raise errors.Unprocessable(  # waiting changes nothing here
+            f"PostgreSQL at {_place(rest)} refuses the login: {error}.",
+            code="bad_database_url",
+            hint="Check the user, the password and the name of the database.",
+        ) from error
     except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:  # TimeoutError is an OSError
         reason = str(error) or type(error).__name__
         raise errors.Unavailable(
@@ -41,7 +47,7 @@ async def check_server(dsn: str, *, timeout: float = 10.0) -> int:
         version = connection.get_server_version()
     finally:
         await connection.close(timeout=timeout)
-    found = f"{version.major}.{version.minor}"
+    found = f"{version.major}.{version.micro or version.minor}"
     if version.major < MINIMUM:
         raise errors.Unprocessable(
             f"PostgreSQL at {_place(rest)} is version {found}; MegaMCP needs {MINIMUM}.",

@@ -16,6 +16,7 @@ idempotency key.
 import asyncio
 import json
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +32,10 @@ log = logging.getLogger(__name__)
 BEGIN = "select * from megamcp.call_begin($1, $2, $3)"
 FINISH = "select megamcp.call_finish($1, $2, $3, $4, $5)"
 FAIL = "select * from megamcp.call_fail($1, $2, $3, $4)"
-_SAVEPOINT = "savepoint megamcp_tool"
-_READ_ONLY = "savepoint megamcp_tool; set transaction read only"
-_UNDO = "rollback to savepoint megamcp_tool"
+# A name that tool code can't guess: a savepoint of the same name would be the one that is rolled back to.
+_SAVEPOINT = f"savepoint megamcp_{secrets.token_hex(8)}"
+_READ_ONLY = f"{_SAVEPOINT}; set transaction read only"
+_UNDO = f"rollback to {_SAVEPOINT}"
 
 # JSON-RPC code by SQLSTATE of a refusal, as the gateway's own errors have them (megamcp.errors).
 _RPC_CODES = {

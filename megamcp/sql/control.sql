@@ -178,8 +178,11 @@ language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
 begin
     if octet_length(result) > 32768 then
         blob := sha256(convert_to(result, 'UTF8'));
-        insert into megamcp.blobs as b (hash, content, bytes) values (blob, result, octet_length(result))
-            on conflict (hash) do update set created_at = excluded.created_at;
+        -- A row that is locked makes another rollout's call wait, so it is touched now and then only.
+        if not exists (select 1 from megamcp.blobs b where b.hash = blob and b.created_at > now() - interval '1 hour') then
+            insert into megamcp.blobs as b (hash, content, bytes) values (blob, result, octet_length(result))
+                on conflict (hash) do update set created_at = excluded.created_at;
+        end if;
         result := null;
     end if;
 end $$;
@@ -258,7 +261,14 @@ begin
     recorded := result <> error_result;
     is_error := true;
     kept := megamcp.keep_result(result);
-    perform megamcp.append_call(h, tool, arguments, kept.result, kept.blob, true, 'failed', clock_timestamp(), false);
+    begin
+        perform megamcp.append_call(h, tool, arguments, kept.result, kept.blob, true, 'failed', clock_timestamp(), false);
+    exception when unique_violation then    -- a read was just recorded
+        select x.* into e from megamcp.events x where x.nonce = h.nonce;
+        recorded := true;
+        result := megamcp.event_result(e);
+        is_error := e.is_error;
+    end;
 end $$;
 
 -- Read-only SQL of an evaluator, by the state's query role.
@@ -277,11 +287,15 @@ begin
         perform megamcp.refuse('MM401', 'handle_foreign', 'The state handle was made for another tool server.');
     end if;
     if h.point is null then
+        if r.status <> 'open' then
+            perform megamcp.refuse('MM410', 'rollout_' || r.status, format('Rollout %s is %s.', h.rollout, r.status));
+        end if;
         perform megamcp.bind(r.chain, r.layer, r.seed, r.clock, false);
     elsif h.point = 'base' then
         perform megamcp.bind('{}', 0, r.seed, r.clock, false);
     else
-        select x.chain, x.seed into c from megamcp.checkpoints x where x.id = h.point;
+        -- Locked until the query is done: the reaper leaves its layers alone as long.
+        select x.chain, x.seed into c from megamcp.checkpoints x where x.id = h.point for key share;
         if not found then
             perform megamcp.refuse('MM410', 'checkpoint_gone', format('Checkpoint %s is gone.', h.point));
         end if;

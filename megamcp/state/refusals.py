@@ -78,7 +78,8 @@ WITH_HOLD = Refusal(
 )
 SELECT_INTO = Refusal("SELECT INTO", f"it makes a table: {_SCHEMA_IS_LOADED}", "Use a CTE, or fetch the rows.")
 TIME_LITERAL = Refusal("'now', 'today', 'tomorrow' or 'yesterday' as a time", _OWN_CLOCK, "Use now() and intervals.")
-EXPLAIN_ANALYZE = Refusal("EXPLAIN ANALYZE", "a query must not be run for its side effects", "Use plain EXPLAIN.")
+EXPLAIN = Refusal("EXPLAIN", "estimates tell of rows of other rollouts", "Run the query itself.")
+EXPLAIN_ANALYZE = Refusal("EXPLAIN ANALYZE", "a query must not be run for its side effects", "Run the query itself.")
 NOT_A_QUERY = Refusal(
     "a statement that is no query",
     "this endpoint reads",
@@ -157,8 +158,8 @@ def statement(node: str) -> Refusal:
 
 # Settings that change plans and limits of this transaction, never results.
 _SETTINGS = re.compile(
-    r"statement_timeout|lock_timeout|transaction_timeout|work_mem|hash_mem_multiplier|jit|plan_cache_mode"
-    r"|enable_[a-z_]+|(seq|random)_page_cost|cpu_[a-z_]+_cost|(from|join)_collapse_limit|application_name"
+    r"statement_timeout|lock_timeout|work_mem|hash_mem_multiplier|jit|plan_cache_mode"
+    r"|enable_[a-z_]+|(seq|random)_page_cost|cpu_[a-z_]+_cost|(from|join)_collapse_limit"
 )
 
 
@@ -235,7 +236,7 @@ SHADOWED = frozenset(
 _CHANCE = frozenset({"setseed", "uuid_generate_v1", "uuid_generate_v1mc", "uuid_generate_v4"})
 _DYNAMIC = re.compile(
     r"(query|table|cursor|schema|database)_to_xml(schema)?|query_to_xml_and_xmlschema|table_to_xml_and_xmlschema"
-    r"|(schema|database)_to_xml_and_xmlschema|ts_stat"
+    r"|(schema|database)_to_xml_and_xmlschema|ts_stat|ts_rewrite"
 )
 _OUTSIDE = re.compile(
     r"lo_.*|loread|lowrite|dblink.*|txid_.*|binary_upgrade_.*|brin_(de)?summarize.*|gin_clean_pending_list"
@@ -246,7 +247,7 @@ _HARMLESS_PG = re.compile(
     r"|pg_size_(pretty|bytes)|pg_(char_to_encoding|encoding_to_char|client_encoding|encoding_max_length)"
     r"|pg_describe_object|pg_identify_object.*|pg_collation_for|pg_collation_actual_version|pg_is_in_recovery"
     r"|pg_backend_pid|pg_timezone_(names|abbrevs).*|pg_my_temp_schema|pg_sleep(_for|_until)?|pg_lsn.*"
-    r"|pg_(relation|table|total_relation|indexes)_size|pg_has_role|pg_options_to_table|pg_index.*_has_property"
+    r"|pg_has_role|pg_options_to_table|pg_index.*_has_property"
     r"|pg_jit_available|pg_tablespace_location|pg_basetype"
 )
 

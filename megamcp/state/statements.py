@@ -73,7 +73,7 @@ def check_statement(sql: str, *, visible: str | None = None, savepoints: bool = 
 
 
 def check_query(sql: str, *, visible: str | None = None) -> None:
-    """Raise `UnsupportedStatement` unless `sql` is one SELECT, VALUES, TABLE or plain EXPLAIN of these."""
+    """Raise `UnsupportedStatement` unless `sql` is one SELECT, VALUES or TABLE."""
     refusal = _verdict(sql, visible, False, True)
     if refusal is not None:
         raise _error(refusal)
@@ -255,6 +255,8 @@ class _Check:
         options = {option["DefElem"]["defname"].lower() for option in node.get("options", [])}
         if self._query and "analyze" in options:
             self._refuse(refusals.EXPLAIN_ANALYZE)
+        elif self._query:
+            self._refuse(refusals.EXPLAIN)
 
     def _walk(self, root: Node) -> None:
         """Visit every node below `root`, in no particular order and without recursion."""

@@ -217,14 +217,14 @@ QUERIES = [
     "values (1)",
     "table orders",
     "with a as (select 1) select * from a",
-    "explain select 1",
-    "explain (format json) select 1",
 ]
 NO_QUERIES = [
     "insert into t values (1)",
     "update t set a = 1",
     "delete from t",
     "merge into t using s on true when matched then delete",
+    "explain select 1",
+    "explain (format json) select 1",
     "explain analyze select 1",
     "explain (analyze true) select 1",
     "explain delete from t",
