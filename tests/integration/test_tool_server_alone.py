@@ -28,9 +28,10 @@ async def test_a_ledger_over_http_keeps_state_per_rollout(world_database: str, t
     async with running_gateway(world_database) as running:
         await running.services.environments.load(folder)
         server = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "megamcp", "tool-server", "ledger_server:server"),
+            *(str(Path(sys.executable).parent / "megamcp"), "tool-server", "ledger_server:server"),
             *("--port", str(port), "--environment", "elsewhere"),
-            env={**os.environ, "PYTHONPATH": str(folder), "MEGAMCP_DATABASE_URL": world_database},
+            env={**os.environ, "MEGAMCP_DATABASE_URL": world_database},
+            cwd=folder,
             stdin=asyncio.subprocess.DEVNULL,
         )
         try:

@@ -1,6 +1,7 @@
 """A small tool server with tools that behave, and tools that do what tools must not."""
 
 import asyncio
+import os
 import time
 from datetime import datetime
 from typing import Any
@@ -148,3 +149,18 @@ async def count_up(context: Context, steps: int) -> int:
         await context.progress(step + 1, steps, f"step {step + 1}")
         await asyncio.sleep(0.01)
     return steps
+
+
+@server.tool
+async def refuse_after_savepoint(db: AsyncConnection, name: str) -> str:
+    """Write, set a savepoint, write again, then refuse."""
+    await put(db, "first", "must not stay")
+    await db.execute(text(f"savepoint {name}"))
+    await put(db, "second", "must not stay")
+    raise ToolError("refused", "The ledger refuses.")
+
+
+@server.tool(read_only=True)
+def environment() -> list[str]:
+    """Names of the process's environment variables."""
+    return sorted(os.environ)
