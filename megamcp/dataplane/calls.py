@@ -331,7 +331,7 @@ def _addressed(request: CallRequest, route: Route) -> ToolCall:
 def _too_late(call: ToolCall, link: Link) -> DeadlineExceeded:
     return DeadlineExceeded(
         f"Tool {call.name!r} of server {link.server.name!r} did not answer before its deadline; it was ended.",
-        hint="Call it with less to do, or raise the server's call_timeout_s.",
+        hint="Call it with less to do, or raise MEGAMCP_CALL_TIMEOUT_S.",
     )
 
 
