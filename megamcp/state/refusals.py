@@ -263,6 +263,11 @@ def function(name: str, qualified: bool, arguments: int) -> Refusal | None:
     if name in _CHANCE:
         hint = "Use random() and gen_random_uuid(), or the SDK's random."
         return Refusal(construct, "it is not drawn from the rollout's seed", hint)
+    return outside(name, construct)
+
+
+def outside(name: str, construct: str) -> Refusal | None:
+    """A function that reaches out of the rollout's state, wherever it is called."""
     if _DYNAMIC.fullmatch(name):
         return Refusal(construct, "it runs SQL that could not be checked", "Write the query itself.")
     if "advisory" in name and name.startswith("pg_"):

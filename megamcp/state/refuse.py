@@ -11,6 +11,7 @@ from typing import Any
 import postgast
 from postgast import pg_query_pb2 as pb
 
+from megamcp.state import refusals
 from megamcp.state.catalog import Catalog
 from megamcp.state.clock import SHADOWED
 from megamcp.state.expressions import over_new
@@ -54,6 +55,7 @@ _KEYWORDS = {
     pb.SVFOP_LOCALTIMESTAMP: "timestamp",
     pb.SVFOP_LOCALTIMESTAMP_N: "timestamp",
 }
+_BODY_STATEMENTS = {"select_stmt", "insert_stmt", "update_stmt", "delete_stmt", "merge_stmt"}  # writes: refused apart
 _TIME_TYPES = {"date", "time", "timetz", "timestamp", "timestamptz"}
 _WALL_CLOCK = {"now", "today", "tomorrow", "yesterday"}
 
@@ -108,6 +110,8 @@ def _look(node: pb.Node, label: str) -> list[Problem]:
             case pb.RangeVar():
                 if message.schemaname or message.catalogname:
                     add("schema name", f"names the schema {message.schemaname}", "Leave the schema out.")
+                elif refusal := refusals.relation(message.relname):
+                    add(refusal.construct, refusal.reason, refusal.hint)
                 if message.relpersistence in ("t", "u"):
                     add("temporary or unlogged table", "its rows would belong to no rollout", "Make it a plain table.")
             case pb.FuncCall():
@@ -116,6 +120,8 @@ def _look(node: pb.Node, label: str) -> list[Problem]:
                     add("schema name", f"calls {'.'.join(names)}", "Call it without the schema.")
                 elif names[-1] == "setseed":
                     add("setseed", "chance is the rollout's own", "Give the environment a seed.")
+                elif refusal := refusals.outside(names[-1], f"{names[-1]}()"):
+                    add(refusal.construct, refusal.reason, refusal.hint)
             case pb.TypeName():
                 names = _name(message.names)
                 if len(names) > 1 and names[0] != "pg_catalog":
@@ -179,6 +185,11 @@ def _look_function(function: pb.CreateFunctionStmt, add: Any) -> None:
         except postgast.PgQueryError as error:
             add("syntax", str(error), "PostgreSQL's parser does not take this body.")
     for body in bodies:
+        for problem in _look(body, name):
+            add(problem.construct, f"in the body: {problem.reason}", problem.hint)
+        for statement in getattr(body, "stmts", ()):
+            if statement.stmt.WhichOneof("node") not in _BODY_STATEMENTS:
+                add("function of another kind of statement", "only queries are known to be exact", "Write a SELECT.")
         for _, message in postgast.walk(body):
             if isinstance(message, pb.InsertStmt | pb.UpdateStmt | pb.DeleteStmt | pb.MergeStmt):
                 add(
@@ -204,6 +215,8 @@ def _rewrite(node: Any) -> bool:
         for item in value if descriptor.is_repeated else (value,):
             if isinstance(item, pb.Node) and item.WhichOneof("node") == "sqlvalue_function":
                 function = item.sqlvalue_function
+                if function.op not in _KEYWORDS:  # refused by `_look`
+                    continue
                 kind = _KEYWORDS[function.op]
                 precision = f"({function.typmod})" if function.typmod >= 0 else ""
                 replacement = postgast.parse(f"select now()::{kind}{precision}")

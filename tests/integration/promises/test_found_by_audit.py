@@ -243,3 +243,30 @@ async def test_a_checkpoint_numbers_itself_right_after_what_it_holds(world: Worl
         own = next(e for e in await world.journal(rollout) if (e["data"] or {}).get("checkpoint") == point["id"])
         assert own["seq"] == point["seq"] + 1
     await calling
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "create table a (id int primary key, v text check (v <> pg_read_file('/etc/hostname')));",
+        "create table a (id int primary key, v text default ts_rewrite('a'::tsquery, 'select 1')::text);",
+        "create table a (id int primary key, v text generated always as (pg_read_file(id::text)) stored);",
+        "create function f() returns text language sql as $$ select pg_read_file('/etc/hostname') $$;"
+        " create table a (id int primary key);",
+        "create function f() returns text language sql as $$ select encode(secret, 'hex') from megamcp.keys $$;"
+        " create table a (id int primary key);",
+        "create function f() returns text language sql as $$ copy (select 1) to program 'id'; select 'x'::text $$;"
+        " create table a (id int primary key);",
+        "create function f() returns text language sql as $$ select session_user::text $$;"
+        " create table a (id int primary key);",
+        "create function f() returns text language sql as $$ select usename::text from pg_stat_activity $$;"
+        " create table a (id int primary key);",
+    ],
+)
+async def test_an_environments_sql_may_not_reach_out(world: World, tmp_path: Path, schema: str) -> None:
+    folder = tmp_path / "evil"
+    shutil.copytree(LEDGER, folder)
+    (folder / "schema.sql").write_text(schema)
+    with pytest.raises(Unprocessable) as refused:
+        await world.services.environments.load(folder)
+    assert refused.value.code == "unsupported_schema"
