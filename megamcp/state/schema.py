@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from decimal import Decimal
 from typing import Any
 
 import asyncpg
@@ -338,10 +339,7 @@ async def diff(conn: Any, state: SchemaState, a: Sequence[int], b: Sequence[int]
         rows = await conn.fetch(digests.diff(state.hidden_schema, table, limit), list(a), list(b))
         if not rows:
             continue
-        pairs = [
-            (json.loads(r["before"]) if r["before"] else None, json.loads(r["after"]) if r["after"] else None)
-            for r in rows
-        ]
+        pairs = [(_row(r["before"]) if r["before"] else None, _row(r["after"]) if r["after"] else None) for r in rows]
         found[info.name] = TableDiff(
             added=tuple(y for x, y in pairs if x is None and y is not None),
             removed=tuple(x for x, y in pairs if x is not None and y is None),
@@ -350,6 +348,11 @@ async def diff(conn: Any, state: SchemaState, a: Sequence[int], b: Sequence[int]
             truncated=rows[0]["total"] > len(rows),
         )
     return found
+
+
+def _row(row: str) -> dict[str, Any]:
+    """A row's JSON; numbers with a fraction as Decimal, since a change in the last digit is a change."""
+    return json.loads(row, parse_float=Decimal)  # type: ignore[no-any-return]
 
 
 async def counters(conn: Any, state: SchemaState, chain: Sequence[int]) -> dict[str, int]:

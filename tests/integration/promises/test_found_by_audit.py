@@ -270,3 +270,21 @@ async def test_an_environments_sql_may_not_reach_out(world: World, tmp_path: Pat
     with pytest.raises(Unprocessable) as refused:
         await world.services.environments.load(folder)
     assert refused.value.code == "unsupported_schema"
+
+
+async def test_a_diff_keeps_every_digit(world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "digits"
+    shutil.copytree(LEDGER, folder)
+    toml = folder / "environment.toml"
+    toml.write_text(toml.read_text().replace('name = "ledger"', 'name = "digits"'))
+    with (folder / "schema.sql").open("a") as schema:
+        schema.write("create table amount (id int primary key, value numeric not null);")
+    with (folder / "seed.sql").open("a") as seed:
+        seed.write("insert into amount values (1, 0.1234567890123456789);")
+    await world.services.environments.load(folder)
+    (rollout,) = [row["id"] for row in await world.services.rollouts.open("digits")]
+    await world.call(rollout, "run_sql", sql="update amount set value = 0.1234567890123456788")
+    async with httpx.AsyncClient() as http:
+        told = (await http.get(f"{world.url}/v1/rollouts/{rollout}/diff")).text
+    assert "0.1234567890123456789" in told
+    assert "0.1234567890123456788" in told
