@@ -59,14 +59,6 @@ class Queries:
         target = (await self._environments.by_id(row["environment"])).server(server)
         if at and at not in (HEAD, BASE):
             await self._rollouts.same_environment(row, at)
-        handle = self._signer.mint(
-            rollout=rollout,
-            server=target.name,
-            epoch=row["epoch"],
-            mode=Mode.QUERY,
-            deadline=time.time() + self._settings.query_timeout_s,
-            point="" if at in (None, HEAD) else at,
-        )
         pool = await self._pool(target)
         with translated():
             try:
@@ -74,6 +66,15 @@ class Queries:
             except TimeoutError as error:
                 raise NoCapacity("All query connections are busy.", code="queries_busy") from error
             try:
+                # Made now, so that waiting for a connection doesn't use its time up.
+                handle = self._signer.mint(
+                    rollout=rollout,
+                    server=target.name,
+                    epoch=row["epoch"],
+                    mode=Mode.QUERY,
+                    deadline=time.time() + self._settings.query_timeout_s,
+                    point="" if at in (None, HEAD) else at,
+                )
                 return await self._fetch(connection, handle, sql)
             finally:
                 await pool.release(connection)

@@ -490,7 +490,7 @@ async def test_check_server_tells_the_version_or_what_is_wrong(made_folder: Path
         assert await check_server(postgres.dsn) == 18
         assert await check_server(postgres.dsn.replace("postgresql://", "postgresql+asyncpg://")) == 18
         wrong = postgres.dsn_for(user="postgres", password="not-this-one")
-        with pytest.raises(errors.Unavailable, match="password") as caught:
+        with pytest.raises(errors.Unprocessable, match="password") as caught:
             await check_server(wrong)
         assert "not-this-one" not in str(caught.value)
         dsn = postgres.dsn
