@@ -1,4 +1,4 @@
-"""The control plane's REST interface: DESIGN's table, one function a row, no decisions of its own.
+"""The control plane's REST interface: one function a route, no decisions of its own.
 
 Bodies and answers are the models of `types.py`; errors are RFC 9457 documents made from the error tree at one place.
 The interface is documented where it is defined: `/docs` shows it, `/openapi.json` is the contract for clients.

@@ -1,4 +1,4 @@
-"""Every row of DESIGN §10's table at work over HTTP, and the interface's own documentation complete."""
+"""Every route of the control plane at work over HTTP, and the interface's own documentation complete."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What DESIGN §4 and STYLE promise about the code: who may import whom, how long files get, what is listed where.
+"""What the house promises about the code: who may import whom, how long files get, what is listed where.
 
 Read from the source, never by running it; only the public surfaces are imported.
 """
