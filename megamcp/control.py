@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import secrets
 import time
 import uuid
@@ -181,7 +182,7 @@ class Control:
             found = await connection.fetchval(sql.ROLLOUT_OF_KEY, group, loaded.id)
             if found:
                 return str(found)
-            rows = await self._rollouts.open(loaded.full_name, group=group)
+            rows = await self._rollouts.open_on(connection, loaded, group=group)
             return str(rows[0]["id"])
 
     async def session_ended(self, rollout_id: str) -> None:
@@ -311,7 +312,5 @@ def role_dsn(dsn: str, role: str, password: str) -> str:
 
 def _with_path(environ: Mapping[str, str], loaded: LoadedEnvironment) -> dict[str, str]:
     """An environment's own modules are found in its folder."""
-    import os
-
     known = os.environ.get("PYTHONPATH")
     return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(loaded.folder), known)))}

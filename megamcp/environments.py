@@ -4,6 +4,7 @@ A version is its definition and the text of its files; loading the same content 
 what an environment *is*: its servers' state is loaded by `megamcp.state`, their processes are run by the data plane.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -337,17 +338,22 @@ class Environments:
             )
         return await self.by_id(row["id"])
 
-    async def by_id(self, identifier: int) -> LoadedEnvironment:
-        """By the database's number. Raises `NotFound`."""
+    async def by_id(self, identifier: int, on: asyncpg.Connection | None = None) -> LoadedEnvironment:
+        """By the database's number. Raises `NotFound`.
+
+        A caller that holds a connection says so with `on`: asking the pool for a second one may wait for those who
+        do the same.
+        """
         if known := self._by_id.get(identifier):
             return known
-        row = await self._store.row("select * from megamcp.environments where id = $1", identifier)
+        async with contextlib.nullcontext(on) if on else self._store.connection() as connection:
+            row = await connection.fetchrow("select * from megamcp.environments where id = $1", identifier)
+            servers = await connection.fetch(
+                "select name, descriptor from megamcp.servers where environment = $1 order by position",
+                identifier,
+            )
         if row is None:
             raise NotFound(f"There is no environment number {identifier}.", code="environment_not_found")
-        servers = await self._store.rows(
-            "select name, descriptor from megamcp.servers where environment = $1 order by position",
-            identifier,
-        )
         config = EnvironmentConfig.model_validate(row["definition"]["config"])
         loaded = LoadedEnvironment(
             id=identifier,

@@ -1,8 +1,9 @@
 """Ends what has outlived its lease, and frees what nothing stands on.
 
-Every gateway process runs it; each step takes its own advisory lock for one transaction, so two never do the same
-step at once, and each step does a bounded piece of work. A checkpoint that is being forked is locked by the fork and
-skipped here; a checkpoint under a live rollout or another checkpoint keeps its row until those are gone.
+Every gateway process runs it. A step that sweeps takes an advisory lock of its own for one transaction, so that two never
+do it at once; leases are ended under the locks of their rollouts and checkpoints. Each piece of work is bounded. A
+checkpoint that is being forked is locked by the fork and skipped here; one under a live rollout or another checkpoint
+keeps its row until those are gone.
 """
 
 import asyncio
@@ -98,7 +99,7 @@ class Reaper:
             for row in await connection.fetch(sql.DEAD_LAYERS, BATCH):
                 dead.setdefault(row["environment"], []).append(row["layer"])
             for environment, layers in dead.items():
-                for server in (await self._environments.by_id(environment)).servers:
+                for server in (await self._environments.by_id(environment, connection)).servers:
                     if server.schema:
                         await state.discard(connection, server.schema, layers)
                 await connection.execute(sql.FORGET_LAYERS, layers)

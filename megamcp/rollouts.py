@@ -84,8 +84,25 @@ class Rollouts:
     ) -> Sequence[asyncpg.Record]:
         """New rollouts on the environment's first state. Raises `NotFound`, `NoCapacity`, `BadRequest`."""
         loaded = await self._environments.find(environment)
+        async with self._store.connection() as connection:
+            return await self.open_on(
+                connection, loaded, count=count, group=group, ttl_s=ttl_s, seed=seed, labels=labels
+            )
+
+    async def open_on(
+        self,
+        connection: asyncpg.Connection,
+        loaded: LoadedEnvironment,
+        *,
+        count: int = 1,
+        group: str | None = None,
+        ttl_s: float | None = None,
+        seed: int | None = None,
+        labels: dict[str, str] | None = None,
+    ) -> Sequence[asyncpg.Record]:
+        """`open`, on a connection that the caller holds."""
         self._admit(count)
-        rows = await self._store.rows(
+        rows: Sequence[asyncpg.Record] = await connection.fetch(
             sql.OPEN,
             [new_id("ro") for _ in range(count)],
             loaded.id,
@@ -162,20 +179,7 @@ class Rollouts:
 
     async def get(self, rollout: str) -> asyncpg.Record:
         """A rollout, open or not. Raises `NotFound`."""
-        row = await self._store.row(sql.ROLLOUT_BY_ID, rollout)
-        if row is None:
-            raise NotFound(
-                f"There is no rollout {rollout}.",
-                code="rollout_not_found",
-                hint="Open one with POST /v1/rollouts; ended ones are forgotten after a while.",
-            )
-        return row
-
-    async def get_open(self, rollout: str) -> asyncpg.Record:
-        """A rollout that takes calls. Raises `NotFound`, `Gone`."""
-        row = await self.get(rollout)
-        demand_open(row)
-        return row
+        return found(await self._store.row(sql.ROLLOUT_BY_ID, rollout), rollout)
 
     async def checkpoint(self, checkpoint: str) -> asyncpg.Record:
         """A live checkpoint. Raises `NotFound`, `Gone`."""
@@ -196,7 +200,7 @@ class Rollouts:
             connection,
             row,
         ):
-            environment = await self._environments.by_id(row["environment"])
+            environment = await self._environments.by_id(row["environment"], connection)
             chain, head = list(row["chain"]), row["layer"]
             sums, written = dict(row["sums"]), False
             if row["dirty"]:
@@ -302,10 +306,7 @@ class Rollouts:
                     pass
                 else:
                     await connection.execute("set local lock_timeout = '30s'")
-                    row = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
-                    if row is None:
-                        raise NotFound(f"There is no rollout {rollout}.", code="rollout_not_found")
-                    yield connection, row
+                    yield connection, found(await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout), rollout)
                     return
                 finally:
                     if end:
@@ -386,9 +387,8 @@ class Rollouts:
         self, rollout: str, start: str, end: str
     ) -> dict[str, tuple[LoadedServer, dict[str, state.TableDiff]]]:
         """Row changes from one point to another, per server that has SQL state."""
-        row = await self.get(rollout)
-        environment = await self._environments.by_id(row["environment"])
         async with self._reading(rollout) as (connection, row):
+            environment = await self._environments.by_id(row["environment"], connection)
             a, b = await self._point(connection, row, start), await self._point(connection, row, end)
             return {
                 server.name: (
@@ -401,9 +401,8 @@ class Rollouts:
 
     async def digest(self, rollout: str, at: str) -> tuple[str, dict[str, str | None], dict[str, dict[str, int]]]:
         """The digest at a point, its part per server, and the counters that it leaves out."""
-        row = await self.get(rollout)
-        environment = await self._environments.by_id(row["environment"])
         async with self._reading(rollout) as (connection, row):
+            environment = await self._environments.by_id(row["environment"], connection)
             point = await self._point(connection, row, at)
             sums, counters = dict(point.sums), {}
             for server in environment.servers:
@@ -417,6 +416,17 @@ class Rollouts:
             server.name: _part(server, sums) if server.schema else None for server in environment.servers
         }
         return digest_of(environment, sums), per_server, counters
+
+
+def found(row: asyncpg.Record | None, rollout: str) -> asyncpg.Record:
+    """The rollout's row. Raises `NotFound`."""
+    if row is None:
+        raise NotFound(
+            f"There is no rollout {rollout}.",
+            code="rollout_not_found",
+            hint="Open one with POST /v1/rollouts; ended ones are forgotten after a while.",
+        )
+    return row
 
 
 def alive(row: asyncpg.Record | None, checkpoint: str) -> asyncpg.Record:

@@ -288,3 +288,16 @@ async def test_a_diff_keeps_every_digit(world: World, tmp_path: Path) -> None:
         told = (await http.get(f"{world.url}/v1/rollouts/{rollout}/diff")).text
     assert "0.1234567890123456789" in told
     assert "0.1234567890123456788" in told
+
+
+async def test_what_holds_a_connection_asks_for_no_second_one(world: World) -> None:
+    control = world.services.dataplane._control
+    rollouts = await world.open(30)
+    began = time.monotonic()
+    opened = await asyncio.gather(*(control.open_for_session("ledger", key=f"client-{n}") for n in range(30)))
+    assert len(set(opened)) == 30
+    again = await asyncio.gather(*(control.open_for_session("ledger", key=f"client-{n}") for n in range(30)))
+    assert again == opened
+    world.services.environments._by_id.clear()  # as in a process that has just started
+    await asyncio.gather(*(world.checkpoint(rollout) for rollout in rollouts))
+    assert time.monotonic() - began < 8
