@@ -58,6 +58,11 @@ def services(request: Request) -> Services:
     return made
 
 
+def stranger() -> Unauthorized:
+    """The answer to a wrong API key, wherever one is wanted."""
+    return Unauthorized("The API key is missing or wrong.", hint="Send Authorization: Bearer <MEGAMCP_API_KEY>.")
+
+
 async def authorised(
     request: Request,
     authorization: Annotated[str | None, Header(description="`Bearer <MEGAMCP_API_KEY>`, when one is set.")] = None,
@@ -68,7 +73,7 @@ async def authorised(
         return
     given = (authorization or "").removeprefix("Bearer ").encode()
     if not hmac.compare_digest(given, key.get_secret_value().encode()):
-        raise Unauthorized("The API key is missing or wrong.", hint="Send Authorization: Bearer <MEGAMCP_API_KEY>.")
+        raise stranger()
 
 
 S = Annotated[Services, Depends(services)]

@@ -20,11 +20,11 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from megamcp import __version__, metrics
-from megamcp.api import add_error_handlers, router
+from megamcp.api import add_error_handlers, router, stranger
 from megamcp.bodies import StrictBodies
 from megamcp.dataplane import Dataplane
 from megamcp.environments import Environments, bundled
-from megamcp.errors import MegaMCPError, Unauthorized, Unavailable, Unprocessable
+from megamcp.errors import MegaMCPError, Unavailable, Unprocessable
 from megamcp.migrate import migrate
 from megamcp.openapi import document_problems
 from megamcp.postgres import check_server
@@ -66,7 +66,7 @@ def may_open(settings: Settings, headers: list[tuple[bytes, bytes]]) -> bool:
 
 async def refuse_stranger(send: Send) -> None:
     """401 in the shape of MCP's own errors."""
-    error = Unauthorized("The API key is missing or wrong.", hint="Send Authorization: Bearer <MEGAMCP_API_KEY>.")
+    error = stranger()
     document = {"code": error.jsonrpc, "message": error.message, "data": error.rpc_data()}
     body = json.dumps({"jsonrpc": "2.0", "id": None, "error": document}).encode()
     headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]

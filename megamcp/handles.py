@@ -11,9 +11,6 @@ import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-MAX_KEY_LENGTH = 512
-"""Longest idempotency key, in bytes of UTF-8."""
-
 
 class Mode(StrEnum):
     """What a handle allows."""

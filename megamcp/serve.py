@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import json
 import logging
 import os
 import signal
@@ -247,8 +248,6 @@ def _as_environment(settings: Settings) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    import json
-
     return value if isinstance(value, str) else json.dumps(value)
 
 

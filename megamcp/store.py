@@ -424,12 +424,6 @@ async def _prepare(connection: asyncpg.Connection) -> None:
         await connection.set_type_codec(kind, encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
 
 
-async def _tidy(connection: asyncpg.Connection) -> None:
-    # The default costs a round trip at each release, to clear what queries of this module never leave behind.
-    if connection.is_in_transaction():
-        await connection.reset()
-
-
 def seconds(value: float) -> timedelta:
     """A duration as asyncpg wants it for an interval."""
     return timedelta(seconds=value)

@@ -29,12 +29,6 @@ def changed(table: Table, columns: Iterable[str], left: str, right: str) -> str:
     return tests[0] if len(tests) == 1 else f"({' or '.join(tests)})"
 
 
-def parse_expression(text: str) -> pb.Node:
-    """The parse tree of one expression."""
-    tree = postgast.parse(f"select {text}")
-    return tree.stmts[0].stmt.select_stmt.target_list[0].res_target.val
-
-
 def over_new(text: str, columns: tuple[str, ...]) -> str | None:
     """`text` with each column `c` as `new.c`; None when it holds the whole row, which NEW can't stand for."""
     tree = postgast.parse(f"select {text}")
