@@ -1,6 +1,6 @@
 """Ends what has outlived its lease, and frees what nothing stands on.
 
-Every gateway process runs it. A step that sweeps takes an advisory lock of its own for one transaction, so that two never
+Every gateway process runs it. A step that sweeps takes an advisory lock of its own for one transaction, so two never
 do it at once; leases are ended under the locks of their rollouts and checkpoints. Each piece of work is bounded. A
 checkpoint that is being forked is locked by the fork and skipped here; one under a live rollout or another checkpoint
 keeps its row until those are gone.
