@@ -136,6 +136,13 @@ def test_every_setting_is_documented_as_it_is() -> None:
         assert f"`MEGAMCP_{name.upper()}`" in generated
 
 
+def test_the_support_table_is_what_the_tests_say() -> None:
+    generated = runpy.run_path(str(ROOT / "docs" / "generate_support.py"))["page"]()
+    assert (ROOT / "docs" / "support.md").read_text(encoding="utf-8") == generated, (
+        "run: python docs/generate_support.py"
+    )
+
+
 # -- error codes --------------------------------------------------------------------------------------------------
 
 RESULT_MAKERS = {"failure", "CallRefused"}

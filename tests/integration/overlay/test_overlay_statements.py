@@ -36,6 +36,7 @@ async def rollout(world):
     return await world.open(await world.load(DDL, SEED))
 
 
+@pytest.mark.support("UPDATE … FROM", "exact")
 async def test_update_from_touches_a_row_once(rollout):
     status = await rollout.status("update items set n = items.n + 1 from (values (1), (2), (3)) v where items.id < 3")
     assert status == "UPDATE 2"
@@ -44,6 +45,7 @@ async def test_update_from_touches_a_row_once(rollout):
     assert again == [(12,)]
 
 
+@pytest.mark.support("DELETE … USING", "exact")
 async def test_delete_using_counts_a_row_once(rollout):
     assert await rollout.status("delete from items using (values (1), (2)) v where items.id = 1") == "DELETE 1"
     assert await rollout.run("delete from items using (values (1), (2)) v returning items.id") == [(2,), (3,)]
@@ -58,6 +60,7 @@ async def test_merge_that_meets_a_row_twice_is_refused(rollout):
     assert await rollout.read("select n from items where id = 1") == [(10,)]
 
 
+@pytest.mark.support("MERGE", "exact")
 async def test_merge_inserts_updates_and_deletes(rollout):
     status = await rollout.status(
         "merge into items using (values (1, 7), (9, 8)) s (id, n) on items.id = s.id "
@@ -78,6 +81,7 @@ async def test_keys_are_unique_at_every_row(rollout):
         await rollout.run("insert into items values (4, 1, 'x'), (5, 1, 'x')")
 
 
+@pytest.mark.support("FOREIGN KEY: NO ACTION", "exact")
 async def test_no_action_is_checked_at_the_end_of_the_statement(rollout):
     with pytest.raises(asyncpg.ForeignKeyViolationError) as refused:
         await rollout.run("delete from tree where id = 2")
@@ -90,6 +94,7 @@ async def test_no_action_is_checked_at_the_end_of_the_statement(rollout):
     assert refused.value.constraint_name == "tree_up_fkey"
 
 
+@pytest.mark.support("FOREIGN KEY: CASCADE, also to the table itself", "exact")
 async def test_cascades_run_down_a_tree(rollout):
     assert await rollout.status("update boss set id = 5 where id = 1") == "UPDATE 1"
     assert await rollout.read("select id, up from boss order by id") == [(2, 5), (3, 2), (5, None)]
@@ -97,6 +102,7 @@ async def test_cascades_run_down_a_tree(rollout):
     assert await rollout.read("select count(*) from boss") == [(0,)]
 
 
+@pytest.mark.support("FOREIGN KEY: RESTRICT, SET NULL, SET DEFAULT", "exact")
 async def test_restrict_set_null_and_set_default(rollout):
     with pytest.raises(asyncpg.RestrictViolationError) as refused:
         await rollout.run("delete from parent where id = 3")
@@ -119,6 +125,7 @@ async def test_omitted_default_and_null_differ(rollout):
     assert refused.value.detail == "Failing row contains (8, null, null, none)."
 
 
+@pytest.mark.support("GENERATED ALWAYS AS IDENTITY, generated columns", "exact")
 async def test_columns_that_take_no_value_refuse_one(rollout):
     assert await rollout.run("insert into always (v) values (3), (4) returning *") == [(1, 3, 6), (2, 4, 8)]
     assert await rollout.run("insert into always values (default, 5, default) returning id, twice") == [(3, 10)]
