@@ -17,7 +17,7 @@ from megamcp.handles import Signer
 PACKAGE = Path(__file__).parent
 # In this order: the second takes from everyone what they need not execute, and grants the rest by name.
 FUNCTIONS = (PACKAGE / "state" / "sql" / "state.sql", PACKAGE / "sql" / "control.sql")
-SHARED_ROLES = ("megamcp_view", "megamcp_tools", "megamcp_queries")
+SHARED_ROLES = ("megamcp_tools", "megamcp_queries")
 """Group roles without login; a cluster has them once."""
 LOCK = 0x6D656761  # "mega"
 

@@ -1,9 +1,9 @@
 """The `schema` state: load an environment's DDL into a copy-on-write state, freeze, diff, digest, discard, unload.
 
-Load runs the DDL and the seeds for real, in v_<h>, as a role that owns nothing else; reads what came of it from
-pg_catalog; refuses what can't be exact, all problems at once; moves the rows to the hidden tables and puts views in
-the tables' place. One transaction: a state is there whole or not at all. The descriptor is kept as the comment of
-s_<h>, so that loading the same content again finds it.
+Load runs the DDL and the seeds for real, in v_<h>, as a role that owns nothing else (`rights`); reads what came of
+it from pg_catalog; refuses what can't be exact, all problems at once; moves the rows to the hidden tables and puts
+views in the tables' place. One transaction: a state is there whole or not at all. The descriptor is kept as the comment
+of s_<h>, so that loading the same content again finds it.
 
 Binding a transaction to a chain, the lifecycle of layers and locks between calls are not here: megamcp.bind() and the
 control plane do that.
@@ -21,13 +21,12 @@ from typing import Any
 import asyncpg
 
 from megamcp.errors import UnsupportedSchema
-from megamcp.state import catalog, digests, foreign_keys, refuse, tables, triggers, views
+from megamcp.state import catalog, digests, foreign_keys, refuse, rights, tables, triggers, views
 from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, hidden, ident, literal
 from megamcp.state.queries import text
-from megamcp.state.tables import VIEW_ROLE
 
-COMPILER_VERSION = 2
+COMPILER_VERSION = 3
 _ATTEMPTS = 20
 MODULUS = 1 << 128
 
@@ -60,6 +59,14 @@ class SchemaState:
     @property
     def visible_schema(self) -> str:
         return f"v_{self.hash}"
+
+    @property
+    def owner_role(self) -> str:
+        return f"megamcp_owner_{self.hash}_{self.deployment}"
+
+    @property
+    def view_role(self) -> str:
+        return f"megamcp_view_{self.hash}_{self.deployment}"
 
     @property
     def tool_role(self) -> str:
@@ -170,30 +177,33 @@ async def _compile(
     seed: int,
     progress: Progress,
 ) -> SchemaState:
-    s, v = f"s_{name}", f"v_{name}"
     made = SchemaState(name, (), await conn.fetchval("select megamcp.deployment()"))
-    tool, query = made.tool_role, made.query_role
-    roles = {VIEW_ROLE: "nologin", tool: "login", query: "login"}
-    await _patiently(conn, "".join(views.role(r, o) for r, o in roles.items()) + views.membership(tuple(roles)))
-    await conn.execute(f"create schema {ident(s)}; create schema {ident(v)};" + clocks.core(s, v))
+    s, v, owner, view = made.hidden_schema, made.visible_schema, made.owner_role, made.view_role
+    roles = {owner: "nologin", view: "nologin", made.tool_role: "login", made.query_role: "login"}
+    await _patiently(conn, "".join(rights.role(r, o) for r, o in roles.items()) + rights.membership(tuple(roles)))
+    await conn.execute(rights.schemas(s, v, owner, view) + rights.confined(s, v, owner, view))
+    await rights.as_owner(conn, s, clocks.core(s, v) + rights.while_loading(s, view))
     ours = [
         row["oid"] for row in await conn.fetch("select oid from pg_proc where pronamespace = $1::text::regnamespace", v)
     ]
     await conn.execute("select megamcp.bind('{}', 0, $1, $2, true)", seed, clock_at)
-    await _run(conn, s, v, statements, progress)
+    await _run(conn, v, statements, progress)
     found = await _introspect(conn, v, ours)
-    await _build(conn, s, v, found, progress)
-    await conn.execute(
+    await _build(conn, made, found, progress)
+    await rights.as_owner(
+        conn,
+        s,
         triggers.core(s)
         + "".join(triggers.create(s, v, found, table) for table in found.tables)
         + foreign_keys.drain(s, v, found)
-        + digests.freeze(s, found.tables)
+        + digests.freeze(s, found.tables),
     )
     await _remake(conn, v, found)
+    await rights.as_view(conn, v, "".join(views.defaults(s, v, table) for table in found.tables))
     await conn.execute(
-        "".join(views.defaults(s, v, table) for table in found.tables) + views.grants(s, v, found, tool, query)
+        rights.released(s, v, view) + rights.grants(s, v, found, (owner, view, made.tool_role, made.query_role))
     )
-    await _no_temporary_tables(conn, tool)
+    await _no_temporary_tables(conn, made.tool_role)
     state = replace(made, tables=tuple(TableInfo(t.name, t.names, t.primary) for t in found.tables))
     await conn.execute(f"comment on schema {ident(s)} is {literal(json.dumps(state.to_json()))}")
     for done, table in enumerate(found.tables):
@@ -202,25 +212,16 @@ async def _compile(
     return state
 
 
-async def _run(conn: Any, s: str, v: str, statements: Sequence["refuse.Prepared"], progress: Progress) -> None:
+async def _run(conn: Any, v: str, statements: Sequence["refuse.Prepared"], progress: Progress) -> None:
     """The environment's own SQL, as a role that owns nothing outside v_<h>."""
-    shared = ('~draw"()', '~now"()', '~below"(numeric)', '~uuid"(bytea, int)')
-    await conn.execute(
-        f"grant usage, create on schema {ident(v)} to {VIEW_ROLE};"
-        f"grant usage on schema megamcp, {ident(s)} to {VIEW_ROLE};"
-        + "".join(f'grant execute on function {ident(s)}."{f} to {VIEW_ROLE};' for f in shared)
-        + f"grant execute on function megamcp.prf(bigint, bigint) to {VIEW_ROLE};"
-        + f"set local role {VIEW_ROLE}; set local search_path = {ident(v)}, pg_catalog;"
-        + "set local check_function_bodies = on;"
-    )
     total = sum(len(prepared.statements) for prepared in statements)
     done = 0
     for prepared in statements:
         for statement in prepared.statements:
-            await conn.execute(statement)
+            await rights.as_view(conn, v, statement)
             done += 1
             progress("run", done, total)
-    await conn.execute("reset role; set local search_path = ''")
+    await conn.execute("set local search_path = ''")
 
 
 async def _introspect(conn: Any, v: str, ours: list[int]) -> catalog.Catalog:
@@ -234,36 +235,42 @@ async def _introspect(conn: Any, v: str, ours: list[int]) -> catalog.Catalog:
     return found
 
 
-async def _build(conn: Any, s: str, v: str, found: catalog.Catalog, progress: Progress) -> None:
+async def _build(conn: Any, made: SchemaState, found: catalog.Catalog, progress: Progress) -> None:
     """Copies the rows to the hidden tables, drops the loaded ones and puts views in their place."""
+    s, v = made.hidden_schema, made.visible_schema
+    await rights.as_view(conn, v, f"grant select on all tables in schema {ident(v)} to {ident(made.owner_role)}")
     for done, table in enumerate(found.tables):
         progress("copy", done, len(found.tables))
-        await conn.execute(tables.create(s, v, table))
-        await conn.execute(tables.ballast(s, table) + tables.indexes(s, found, table) + tables.policy(s, table))
-    for remake in reversed(found.remakes):
-        if remake.kind == "view":
-            await conn.execute(f"drop view if exists {ident(v)}.{ident(remake.name)} cascade")
-    for table in found.tables:
-        await conn.execute(f"drop table {ident(v)}.{ident(table.name)} cascade")
-    for sequence in found.sequences:
-        await conn.execute(f"drop sequence if exists {ident(v)}.{ident(sequence.name)} cascade")
-    await conn.execute(
-        "".join(views.create(s, v, table) for table in found.tables)
-        + clocks.sequences(s, v, found.sequences)
-        + foreign_keys.queue(s)
+        await rights.as_owner(
+            conn,
+            s,
+            tables.create(s, v, table)
+            + tables.ballast(s, table)
+            + tables.indexes(s, found, table)
+            + tables.policy(s, table, made.view_role),
+        )
+    drops = [f"view if exists {ident(v)}.{ident(r.name)}" for r in reversed(found.remakes) if r.kind == "view"]
+    drops += [f"table {ident(v)}.{ident(table.name)}" for table in found.tables]
+    drops += [f"sequence if exists {ident(v)}.{ident(sequence.name)}" for sequence in found.sequences]
+    await rights.as_view(
+        conn,
+        v,
+        "".join(f"drop {what} cascade;\n" for what in drops)
+        + "".join(views.create(s, v, table) for table in found.tables)
+        + rights.to_owner(v, found, made.owner_role),
     )
+    await rights.as_owner(conn, s, clocks.sequences(s, v, found.sequences) + foreign_keys.queue(s))
 
 
 async def _remake(conn: Any, v: str, found: catalog.Catalog) -> None:
     """The environment's functions that went with the tables, and its views, in order of creation."""
     for remake in found.remakes:
         if remake.kind == "view":
-            await conn.execute(remake.definition)
-            await conn.execute(f"alter view {ident(v)}.{ident(remake.name)} owner to {VIEW_ROLE}")
+            await rights.as_view(conn, v, remake.definition)
             continue
         if await conn.fetchval("select to_regprocedure($1) is null", remake.name):
-            await conn.execute(remake.definition)
-        await conn.execute(f"alter function {remake.name} set search_path = {ident(v)}, pg_catalog, pg_temp")
+            await rights.as_view(conn, v, remake.definition)
+        await rights.as_view(conn, v, f"alter function {remake.name} set search_path = {ident(v)}, pg_catalog, pg_temp")
 
 
 async def _no_temporary_tables(conn: Any, tool: str) -> None:
@@ -387,9 +394,5 @@ async def unload(conn: Any, state: SchemaState) -> None:
             f"drop schema if exists {ident(state.visible_schema)} cascade;"
             f"drop schema if exists {ident(state.hidden_schema)} cascade;"
         )
-        for role in (state.tool_role, state.query_role):
-            await conn.execute(f"""do $do$ begin
-              revoke all on schema megamcp from {ident(role)};
-              revoke all on all functions in schema megamcp from {ident(role)};
-              drop role {ident(role)};
-            exception when undefined_object or dependent_objects_still_exist then null; end $do$""")
+        roles = (state.tool_role, state.query_role, state.view_role, state.owner_role)
+        await conn.execute("".join(map(rights.drop, roles)))

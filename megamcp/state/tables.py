@@ -15,7 +15,6 @@ from megamcp.state.names import DELETED, LAYER, OVER, STAMP, hidden, ident, iden
 
 CHAIN = "(select megamcp.chain_with_base())::bigint[]"
 WRITTEN = "(select megamcp.chain())::bigint[]"  # without base: what a delta may hold
-VIEW_ROLE = "megamcp_view"
 BALLAST = 4_000
 ROWS_PER_LAYER = 400  # as the planner is told; megamcp.dear() is priced by it
 
@@ -157,7 +156,7 @@ def _is_column(index: Index) -> bool:
     return index.items[0] in {f"{text}{order}" for text in (name, ident(name)) for order in orders}
 
 
-def policy(state: str, table: Table) -> str:
+def policy(state: str, table: Table, view_role: str) -> str:
     """What a chain sees of the table: the rows of its layers that no other row of the chain replaces.
 
     Equality alone, so that the planner may hash the replaced rows for a scan and probe the index for a few. NOT EXISTS
@@ -168,10 +167,10 @@ def policy(state: str, table: Table) -> str:
     row = ident(table.name)
     return f"""
 alter table {p} enable row level security;
-create policy "~chain" on {p} for select to {VIEW_ROLE} using (
+create policy "~chain" on {p} for select to {ident(view_role)} using (
   {LAYER} = any ({CHAIN}) and not {DELETED} and (case when exists (
     select from {d} _mm_n where _mm_n.{LAYER} = any ({WRITTEN}) and {match("_mm_n", row, table.primary)}
     and _mm_n.{OVER} = {row}.{LAYER} and megamcp.dear(_mm_n.{LAYER}, 1)) then null else true end) is not null
 );
-grant select on {p}, {d} to {VIEW_ROLE};
+grant select on {p}, {d} to {ident(view_role)};
 """

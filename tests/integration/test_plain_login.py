@@ -36,7 +36,7 @@ async def plain_login(postgres_dsn: str, ledger_template: str) -> AsyncIterator[
         " where m.grantor = $1::text::regrole or m.member = $1::text::regrole",
         name,
     ):
-        if row["role"].startswith("megamcp_tool_") or row["role"].startswith("megamcp_query_"):
+        if row["role"] not in SHARED_ROLES:
             await server.execute(f"drop role if exists {row['role']}")
     await server.execute(f"revoke {', '.join(SHARED_ROLES)} from {name} cascade")
     await server.execute(f"drop role {name}")
@@ -47,7 +47,7 @@ async def test_roles_of_another_deployment_are_asked_for_by_name(
     plain_login: tuple[asyncpg.Connection, str, str],
 ) -> None:
     _, _, dsn = plain_login
-    with pytest.raises(Unprocessable, match="megamcp_view") as refused:
+    with pytest.raises(Unprocessable, match="megamcp_tools") as refused:
         await migrate(dsn)
     assert refused.value.code == "insufficient_rights"
     assert "WITH ADMIN OPTION" in (refused.value.hint or "")
