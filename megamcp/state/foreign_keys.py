@@ -6,8 +6,8 @@ cascaded statements to the same queue. So does this:
 - A referring row whose parent is there when it is written needs nothing more: should the parent leave in the same
   command, the parent's own event finds the referring row. Only a missing parent is queued.
 - A parent that leaves (deleted, or its referenced key changed) is queued for each foreign key that has rows.
-- The outermost AFTER STATEMENT trigger drains the queue in order; cascades are plain DML through the views, whose
-  triggers append to the queue and leave the draining to it.
+- The outermost AFTER STATEMENT trigger of a level drains its queue in order; cascades are plain DML through the views,
+  whose triggers append to the queue and leave the draining to it.
 
 The queue is an unlogged table with rows of running transactions only (told apart by backend).
 """
@@ -26,7 +26,8 @@ def queue(state: str) -> str:
     return f"""
 create unlogged table {s}."~queue" (
   id bigint generated always as identity primary key, backend int not null default pg_backend_pid(),
-  number int not null, event "char" not null, before text, after text
+  number int not null, event "char" not null, before text, after text,
+  level text not null default coalesce(current_setting('megamcp.level', true), '')
 );
 create index on {s}."~queue" (backend, id);
 create function {s}."~enqueue"(_number int, _event "char", _before text, _after text) returns void {_HEAD} $body$
@@ -65,7 +66,8 @@ def on_leave(state: str, catalog: Catalog, table: Table, *, update: bool) -> str
     """In a row trigger: a referenced key leaves; queue it for each foreign key that has referring rows.
 
     Rows may come to refer to it before the event's turn: a later row of the same UPDATE or MERGE where the table
-    refers to itself, or a child that a cascade of another row moves here. So updates are queued in any case.
+    refers to itself, a child that a cascade of another row moves here, another part of the command that writes. So
+    updates are queued in any case, deletes unless the command is a plain DELETE.
     """
     lines: list[str] = []
     for foreign in catalog.foreign_keys:
@@ -77,8 +79,7 @@ def on_leave(state: str, catalog: Catalog, table: Table, *, update: bool) -> str
             conditions.append(changed(table, foreign.parent_columns, "old", "new"))
         else:
             referred = probes.child_row(state, catalog.table(foreign.table), foreign, olds)
-            later = " or current_query() ~* '\\mmerge\\M'" if foreign.table == table.name else ""
-            conditions.append(f"({referred}{later})")
+            conditions.append(f'({referred} or {ident(state)}."~several"())')
         event, after = ("u", "new::text") if update else ("d", "null")
         lines.append(
             f"  if {' and '.join(conditions)} then\n"
@@ -99,26 +100,30 @@ def drain(state: str, visible: str, catalog: Catalog) -> str:
     body = f"""declare
   _event record;
   _any boolean;
+  _before text := coalesce(current_setting('megamcp.draining', true), '');
+  _mine text := '<' || _level || '>';
   _done text;
 begin
-  if current_setting('megamcp.draining', true) = 'on' then
+  if _before = _mine then
     return;
   end if;
-  _done := set_config('megamcp.draining', 'on', true);
+  _done := set_config('megamcp.draining', _mine, true);
   loop  -- a batch at a time: events that it adds come after all of it
     _any := false;
     for _event in
-      with taken as (delete from {s}."~queue" q where q.backend = pg_backend_pid() returning q.*)
+      with taken as (delete from {s}."~queue" q where q.backend = pg_backend_pid() and q.level = _level returning q.*)
       select * from taken order by id
     loop
       _any := true;
 {calls}    end loop;
     exit when not _any;
   end loop;
-  _done := set_config('megamcp.draining', '', true);
-  _done := set_config('megamcp.queued', '', true);
+  _done := set_config('megamcp.draining', _before, true);
+  if not exists (select from {s}."~queue" q where q.backend = pg_backend_pid()) then
+    _done := set_config('megamcp.queued', '', true);
+  end if;
 end"""
-    parts.append(f'create function {s}."~drain"() returns void {_HEAD} {body_quote(body)};\n')
+    parts.append(f'create function {s}."~drain"(_level text) returns void {_HEAD} {body_quote(body)};\n')
     return "".join(parts)
 
 

@@ -191,6 +191,8 @@ class _Check:
         self._query = query
         self._own_names: set[str] = set()
         self._system_columns: list[str] = []
+        self._written: list[str] = []
+        self._merges = False
         # Keys are node types, and the fields in which the JSON form leaves the node's type out.
         self._visitors: dict[str, Callable[[Node], None]] = {
             "RangeVar": self._relation,
@@ -222,6 +224,8 @@ class _Check:
     def statement(self, wrapped: Node) -> None:
         ((kind, node),) = wrapped.items()
         self._statement_kind(kind, node)
+        if kind in refusals.WRITE_STATEMENTS:
+            self._write(kind, node)
         self._walk(node)
         for name in self._system_columns:
             if name not in self._own_names:
@@ -339,8 +343,18 @@ class _Check:
 
     def _common_table(self, node: Node) -> None:
         self._own_names.update(_names(node.get("aliascolnames", [])))
-        if "SelectStmt" not in node["ctequery"]:
-            self._refuse(refusals.WRITE_IN_CTE)
+        ((kind, query),) = node["ctequery"].items()
+        if kind != "SelectStmt":
+            self._refuse(refusals.NOT_A_QUERY if self._query else None)
+            self._write(kind, query)
+
+    def _write(self, kind: str, node: Node) -> None:
+        """The parts of one command that write: PostgreSQL's triggers can't tell two of one table apart."""
+        name = node["relation"]["relname"]
+        self._refuse(refusals.twice(name) if name in self._written else None)
+        self._written.append(name)
+        self._merges = self._merges or kind == "MergeStmt"
+        self._refuse(refusals.MERGE_AND_MORE if self._merges and len(self._written) > 1 else None)
 
     def _operator(self, node: Node) -> None:
         names = _names(node.get("name", []))

@@ -23,17 +23,32 @@ _HEAD = """language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan as"""
 
 
+_FIRST = r"^(\s|--[^\n]*\n|/\*.*\*/)*"
+_MERGE = rf"{_FIRST}merge\M|[()]\s*merge\s+into\M"  # also after WITH … (…), or inside it
+
+
 def core(state: str) -> str:
-    """The statement triggers' functions, shared by the tables of a state."""
+    """The statement triggers' functions, shared by the tables of a state.
+
+    Several statements may be under way at once: the parts of a command that write in WITH, and what functions do in
+    between. `megamcp.level` tells them apart: each function that writes sets it to its own name. What a level queued is
+    drained when its last part ends, as PostgreSQL fires AFTER triggers at the end of the whole command.
+    """
     s = ident(state)
     return f"""
+create function {s}."~merging"() returns boolean language sql stable set search_path = pg_catalog, pg_temp
+return coalesce(current_setting('megamcp.level', true), '') = '' and current_query() ~* {literal(_MERGE)};
+create function {s}."~several"() returns boolean language sql stable set search_path = pg_catalog, pg_temp
+return coalesce(current_setting('megamcp.level', true), '') <> ''
+  or current_query() ~* {literal(f"{_FIRST}(with|merge)")};
 create function {s}."~before"() returns trigger {_HEAD} $body$
 declare
   _setting text := 'megamcp.t' || tg_argv[0];
+  _part text := '<' || coalesce(current_setting('megamcp.level', true), '') || '>';
   _done text;
 begin
   if current_setting(_setting, true) <> '' then
-    if current_query() ~* '\\mmerge\\M' then
+    if {s}."~merging"() then
       return null;  -- MERGE fires this once for INSERT, UPDATE and DELETE each
     end if;
     raise exception 'two parts of one command write table "%"', tg_table_name
@@ -41,6 +56,7 @@ begin
   end if;
   _done := megamcp.verified(true);
   _done := set_config(_setting, nextval('megamcp.stamp_seq')::text, true);
+  _done := set_config('megamcp.open', coalesce(current_setting('megamcp.open', true), '') || _part, true);
   return null;
 end $body$;
 create function {s}."~unset"(_setting text) returns text
@@ -52,10 +68,20 @@ begin
 end $body$;
 create function {s}."~after"() returns trigger {_HEAD} $body$
 declare
-  _done text := set_config('megamcp.t' || tg_argv[0], '', true);
+  _setting text := 'megamcp.t' || tg_argv[0];
+  _level text := coalesce(current_setting('megamcp.level', true), '');
+  _part text := '<' || _level || '>';
+  _open text := current_setting('megamcp.open', true);
+  _done text;
 begin
-  if current_setting('megamcp.queued', true) = 'on' then
-    perform {s}."~drain"();
+  if current_setting(_setting, true) = '' then
+    return null;  -- of a MERGE that has ended
+  end if;
+  _done := set_config(_setting, '', true);
+  _open := overlay(_open placing '' from strpos(_open, _part) for length(_part));
+  _done := set_config('megamcp.open', _open, true);
+  if current_setting('megamcp.queued', true) = 'on' and strpos(_open, _part) = 0 then
+    perform {s}."~drain"(_level);
   end if;
   return null;
 end $body$;
@@ -220,8 +246,9 @@ def _write(state: str, table: Table, record: str, deleted: bool, *, once: bool) 
     )
 
 
-_TOUCHED = """  if not found then
-    if current_query() ~* '\\mmerge\\M' then
+def _touched(state: str) -> str:
+    return f"""  if not found then
+    if {ident(state)}."~merging"() then
       raise exception 'MERGE command cannot affect row a second time' using errcode = '21000',
         hint = 'Ensure that not more than one source row matches any one target row.';
     end if;
@@ -248,9 +275,9 @@ begin
 
 def _update_body(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     rest = [key for key in table.keys if not key.primary]
-    same = _write(state, table, "new", False, once=True) + _TOUCHED
+    same = _write(state, table, "new", False, once=True) + _touched(state)
     same += "".join(_unique(state, visible, table, key, but=True, changed=True) for key in rest)
-    moved = _write(state, table, "old", True, once=True) + _TOUCHED
+    moved = _write(state, table, "old", True, once=True) + _touched(state)
     moved += "".join(_unique(state, visible, table, key, but=False, changed=not key.primary) for key in table.keys)
     moved += _write(state, table, "new", False, once=False)
     return (
@@ -280,7 +307,7 @@ def create(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     )
     delete = (
         _write(state, table, "old", True, once=True)
-        + _TOUCHED
+        + _touched(state)
         + foreign_keys.on_leave(state, catalog, table, update=False)
         + "  return old;\n"
     )

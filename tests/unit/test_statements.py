@@ -44,6 +44,9 @@ ACCEPTED = [
     "merge into orders o using incoming i on i.id = o.id when matched then update set total = i.total "
     "when not matched by source then delete when not matched then insert (id) values (i.id) "
     "returning merge_action(), o.*",
+    "with d as (delete from t returning *) select * from d",
+    "with d as (delete from t returning *) insert into u select * from d",
+    "with m as (merge into t using s on true when matched then delete returning t.a) select * from m",
     "explain select * from orders",
     "explain (analyze, buffers) update orders set total = 1",
     "declare c cursor for select * from orders",
@@ -126,9 +129,10 @@ REFUSED = {
     "analyze t": "VACUUM or ANALYZE",
     "discard all": "DISCARD",
     "set constraints all deferred": "SET CONSTRAINTS",
-    "with d as (delete from t returning *) select * from d": "INSERT, UPDATE, DELETE or MERGE inside WITH",
-    "with d as (delete from t returning *) insert into u select * from d": (
-        "INSERT, UPDATE, DELETE or MERGE inside WITH"
+    "with d as (delete from t returning *) update t set a = 1": "two parts of one command that write table t",
+    "with d as (delete from t), e as (insert into t values (1)) select 1": "two parts of one command that write table t",
+    "with d as (delete from u returning *) merge into t using d on true when matched then delete": (
+        "MERGE and another write in one command"
     ),
     "select current_timestamp": "CURRENT_TIMESTAMP",
     "select current_timestamp(3)": "CURRENT_TIMESTAMP",
