@@ -4,7 +4,8 @@ PostgreSQL checks and cascades after the statement, one event a row and foreign 
 cascaded statements to the same queue. So does this:
 
 - A referring row whose parent is there when it is written needs nothing more: should the parent leave in the same
-  command, the parent's own event finds the referring row. Only a missing parent is queued.
+  command, the parent's own event finds the referring row. Only a missing parent is queued, and all parents in commands
+  of several parts, where the order of events decides which error or action is met first.
 - A parent that leaves (deleted, or its referenced key changed) is queued for each foreign key that has rows.
 - The outermost AFTER STATEMENT trigger of a level drains its queue in order; cascades are plain DML through the views,
   whose triggers append to the queue and leave the draining to it.
@@ -19,6 +20,9 @@ from megamcp.state.names import body_quote, ident, literal
 
 _HEAD = """language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan as"""
+
+# Set by the statement's first trigger: other parts of the command, or of a function's caller, may write too.
+_SEVERAL = "current_setting('megamcp.several', true) = 'on'"
 
 
 def queue(state: str) -> str:
@@ -54,7 +58,7 @@ def on_write(state: str, visible: str, catalog: Catalog, table: Table, *, update
             olds = ", ".join(f"old.{ident(c)}" for c in foreign.columns)
             conditions.append(f"row({', '.join(values)}) is distinct from row({olds})")
         parent = catalog.table(foreign.parent)
-        conditions.append(f"not {probes.parent_row(state, parent, foreign, values)}")
+        conditions.append(f"({_SEVERAL} or not {probes.parent_row(state, parent, foreign, values)})")
         lines.append(
             f"  if {' and '.join(conditions)} then\n"
             f"    perform {ident(state)}.\"~enqueue\"({foreign.number}, 'c', null, new::text);\n  end if;\n"
@@ -79,7 +83,7 @@ def on_leave(state: str, catalog: Catalog, table: Table, *, update: bool) -> str
             conditions.append(changed(table, foreign.parent_columns, "old", "new"))
         else:
             referred = probes.child_row(state, catalog.table(foreign.table), foreign, olds)
-            conditions.append(f'({referred} or {ident(state)}."~several"())')
+            conditions.append(f"({referred} or {_SEVERAL})")
         event, after = ("u", "new::text") if update else ("d", "null")
         lines.append(
             f"  if {' and '.join(conditions)} then\n"

@@ -26,7 +26,7 @@ from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 3
+COMPILER_VERSION = 4
 _ATTEMPTS = 20
 MODULUS = 1 << 128
 

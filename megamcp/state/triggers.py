@@ -45,6 +45,7 @@ create function {s}."~before"() returns trigger {_HEAD} $body$
 declare
   _setting text := 'megamcp.t' || tg_argv[0];
   _part text := '<' || coalesce(current_setting('megamcp.level', true), '') || '>';
+  _several text := case when {s}."~several"() then 'on' else '' end;
   _done text;
 begin
   if current_setting(_setting, true) <> '' then
@@ -57,6 +58,9 @@ begin
   _done := megamcp.verified(true);
   _done := set_config(_setting, nextval('megamcp.stamp_seq')::text, true);
   _done := set_config('megamcp.open', coalesce(current_setting('megamcp.open', true), '') || _part, true);
+  if _several <> coalesce(current_setting('megamcp.several', true), '') then
+    _done := set_config('megamcp.several', _several, true);
+  end if;
   return null;
 end $body$;
 create function {s}."~unset"(_setting text) returns text

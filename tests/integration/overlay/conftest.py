@@ -1,8 +1,9 @@
 """A database of its own for a test module, and rollouts bound by hand: no gateway, no control plane."""
 
+import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -12,6 +13,9 @@ import asyncpg
 import pytest
 
 from megamcp.state import schema
+from tests.integration.overlay.differential_database import Database
+from tests.integration.overlay.differential_programs import Openness, Statement
+from tests.integration.overlay.differential_run import Call, Checkpoint, Pair, Step
 
 CLOCK = datetime(2026, 1, 15, 9, 0, tzinfo=UTC)
 
@@ -129,3 +133,35 @@ async def world(conn: asyncpg.Connection, database: str) -> AsyncIterator[World]
     tool = await asyncpg.connect(**options(database))
     yield World(conn, tool)
     await tool.close()
+
+
+Compare = Callable[[str, Sequence[str], Sequence[str], Sequence[str]], None]
+
+
+@pytest.fixture(scope="module")
+def compare(postgres_dsn: str) -> Iterator[Compare]:
+    """Runs statements, each in a transaction, on a rollout and on plain tables: (DDL, tables, rows, statements).
+
+    A checkpoint is made between the statements now and then, so that rows of several layers are met.
+    """
+    with asyncio.Runner() as runner:
+        database = runner.run(Database.create(postgres_dsn))
+        made = 0
+
+        def run(ddl: str, tables: Sequence[str], seeds: Sequence[str], statements: Sequence[str]) -> None:
+            nonlocal made
+            made += 1
+            pair = runner.run(Pair.load(database.connection, f"same_{made}", ddl, tables, seeds))
+            steps: list[Step] = []
+            for number, sql in enumerate(statements):
+                steps.append(Call(0, (Statement(sql, Openness.EXACT),)))
+                if number % 3 == 2:
+                    steps.append(Checkpoint(0))
+            try:
+                runner.run(pair.run(steps))
+            finally:
+                runner.run(pair.unload())
+            assert not pair.skipped, "a statement of this test is refused"
+
+        yield run
+        runner.run(database.drop())
