@@ -1,0 +1,485 @@
+"""One client and its backend of the moment: passing on, marking transactions, moving to another backend.
+
+Nothing of a client reaches a backend before `megamcp.enter()` has answered there, and `megamcp.leave()` is called when
+the client's last transaction has ended. So whoever holds the lock that `enter` waits for knows that no transaction is
+open, and may end the backend: the session then finds the next one by itself, and the client, which gets its
+answers byte for byte, doesn't notice. While a transaction is open nothing is hidden: the backend's end is the client's.
+
+`leave` waits `_LINGER_S` for the client's next message, which spares a busy client two round trips per transaction; and
+it is not put off longer than `_HOLD_S`, however fast transactions follow each other or fill a pipeline.
+
+All but the search for a backend runs in callbacks, without a task. Memory is bounded: each side waits for the other.
+"""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from megamcp import errors
+from megamcp.relay import backend as backends
+from megamcp.relay import messages
+from megamcp.relay.backend import Backend, Refused, Route, Unusable
+from megamcp.relay.conversation import Conversation
+from megamcp.relay.memory import WHOLE_LIMIT, Memory
+from megamcp.relay.messages import Client, ProtocolViolation, Server
+from megamcp.relay.wire import Wire
+
+_log = logging.getLogger(__name__)
+
+Resolve = Callable[[str, str], Awaitable[Route]]
+"""(user, database as the client named them) → where that leads now. Raises MegaMCPError."""
+
+_LINGER_S: Final = 0.001
+_HOLD_S: Final = 0.05
+_RETRY_S: Final = (0.005, 0.1)  # first and longest pause between attempts to find a backend
+_OWN_LIMIT: Final = 1 << 20  # bytes of a message that is read and not passed on
+_LOOK_LIMIT: Final = 4 << 20  # bytes of all rows of a look
+_FINAL: Final = (errors.NotFound, errors.Gone, errors.Unauthorized, errors.Unprocessable, errors.BadRequest)
+_PASSING: Final = frozenset(("57014", "55P03", "40001", "40P01"))
+_KEPT_WHOLE: Final = frozenset((Client.PARSE, Client.CLOSE, Client.QUERY))
+_READ_WHOLE: Final = frozenset((Server.READY, Server.PARAMETER_STATUS, Server.COMMAND_COMPLETE))
+_ANY_TIME: Final = frozenset((Server.NOTICE, Server.NOTIFICATION, Server.PARAMETER_STATUS))
+
+
+class Errand(StrEnum):
+    """What the relay itself asks of a backend between transactions."""
+
+    ENTER = "enter"
+    LOOK = "look"
+    LEAVE = "leave"
+
+
+@dataclass(slots=True)
+class _Asked:
+    errand: Errand
+    error: Mapping[str, str] | None = None
+    rows: list[bytes] = field(default_factory=list)
+    size: int = 0
+
+
+class Session:
+    """From the client's login to the end of its connection."""
+
+    def __init__(
+        self,
+        client: Wire,
+        resolve: Callable[[], Awaitable[Route]],
+        parameters: Mapping[str, str],
+        *,
+        patience_s: float,
+        connect_timeout_s: float,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._resolve = resolve
+        self._parameters = parameters
+        self._patience_s = patience_s
+        self._connect_timeout_s = connect_timeout_s
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._memory = Memory()
+        self._talk = Conversation(self._memory)
+        self._backend: Backend | None = None
+        self._asked: deque[_Asked] = deque()
+        self._inside = False
+        self._entered = 0.0
+        self._linger: asyncio.TimerHandle | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        self._search: asyncio.Task[None] | None = None
+        self._held = bytearray()  # of the client, not passed on yet
+        self._need = 1  # bytes that have to be held before it is worth a look
+        self._rest = 0  # bytes of the message that is being passed on
+        self._partial = b""  # of the backend, a message that is read whole
+        self._skip = 0  # bytes of the backend's message that is being passed on
+        self._told = False  # the client has seen why its backend ends
+        self._ended = False
+        self._heard = self._loop.time()
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self, key: bytes) -> None:
+        """The first backend, and the client's first ReadyForQuery. Raises Turned-like `Ended` errors as bytes."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                backend = await self._found()
+        except TimeoutError:
+            self.fail(*_AWAY)
+            return
+        if backend is None:
+            return
+        self._memory.reported = dict(backend.reported)
+        statuses = b"".join(messages.parameter_status(*pair) for pair in backend.reported.items())
+        self._client.write(
+            messages.authentication(0) + statuses + messages.message(Server.BACKEND_KEY, key) + messages.ready()
+        )
+        self._take(backend)
+        self._client.attach(self)
+
+    def fail(self, sqlstate: str, text: str, hint: str | None = None) -> None:
+        """Ends the session with an error."""
+        self._end(messages.error_response(sqlstate, text, hint=hint))
+
+    def check_idle(self, now: float, idle_s: float) -> None:
+        """Ends the session if the client did nothing for so long and nobody works for it."""
+        waiting = self._client.full or (self._talk.waiting_for_client and not self._entering)
+        if waiting and now - self._heard > idle_s:
+            if self._inside and not self._talk.idle:
+                self.fail("25P03", "terminating connection due to idle-in-transaction timeout of the relay")
+            else:
+                self.fail("57P05", "terminating connection due to idle-session timeout of the relay")
+
+    async def cancel(self) -> None:
+        """Cancels what the backend does for the client, if it does something. Raises OSError."""
+        if self._backend is not None and self._inside and not self._talk.idle:
+            await backends.cancel(self._backend)
+
+    def _end(self, last: bytes = b"") -> None:
+        if self._ended:
+            return
+        self._ended = True
+        for handle in (self._linger, self._patience):
+            if handle is not None:
+                handle.cancel()
+        if self._search is not None:
+            self._search.cancel()
+        if self._backend is not None:
+            polite = self._talk.idle and not self._rest
+            self._backend.wire.close(messages.message(Client.TERMINATE) if polite else b"")
+            self._backend = None
+        self._client.close(last)
+        self._held.clear()
+        self._on_end()
+
+    # -- what happens on the wires ---------------------------------------------------------------------------------
+
+    def data(self, wire: Wire, data: bytes) -> None:
+        if self._ended:
+            return
+        if wire is self._client:
+            self._heard = self._loop.time()
+            self._held += data
+            if len(self._held) >= self._need:
+                self._pump()
+        elif self._backend is not None and wire is self._backend.wire:
+            self._from_backend(data)
+
+    def writable(self, wire: Wire, yes: bool) -> None:
+        if wire is not self._client:
+            self._throttle()
+        elif self._backend is not None:
+            self._heard = self._loop.time()
+            self._backend.wire.read(yes)
+
+    def lost(self, wire: Wire) -> None:
+        if wire is self._client:
+            self._end()
+            return
+        if self._backend is None or wire is not self._backend.wire:
+            return
+        quiet = (not self._inside or self._talk.idle) and not self._rest
+        self._forget_backend()
+        if not quiet:
+            self._end(b"" if self._told else messages.error_response(*_LOST[:2], hint=_LOST[2]))
+        elif self._memory.too_much:
+            self.fail(*_TOO_MUCH)
+        elif self._held or self._memory.channels:
+            self._look_for_backend()
+
+    def _forget_backend(self) -> None:
+        self._backend = None
+        self._inside = False
+        self._asked.clear()
+        self._partial, self._skip = b"", 0
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+
+    def _throttle(self) -> None:
+        """Reads from the client what the backend takes, or what may be held until then."""
+        full = self._backend is not None and self._backend.wire.full
+        self._client.read(not full and len(self._held) <= WHOLE_LIMIT)
+
+    # -- client to backend -----------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Passes on what the client sent, as far as it may."""
+        data, position, size = bytes(self._held), 0, len(self._held)
+        self._need = 1
+        while position < size:
+            if self._rest:
+                step = min(self._rest, size - position)
+                self._rest -= step
+                position += step
+                continue
+            if size - position < 5:
+                self._need = 5
+                break
+            kind, length = data[position], int.from_bytes(data[position + 1 : position + 5], "big")
+            try:
+                messages.check_client_message(kind, length)
+            except ProtocolViolation as error:
+                self.fail("08P01", str(error))
+                return
+            whole = b""
+            if kind in _KEPT_WHOLE and length < WHOLE_LIMIT:
+                if size - position <= length:
+                    self._need = length + 1
+                    break
+                whole = data[position : position + 1 + length]
+            if kind == Client.TERMINATE:
+                self._pass_on(data[:position])
+                self._end()
+                return
+            if not self._may_pass():
+                break
+            if kind in (Client.PARSE, Client.QUERY):
+                self._memory.read(whole)
+            self._talk.sent(kind, whole)
+            self._rest = length + 1
+        if position:
+            self._pass_on(data[:position] if position < size else data)
+            del self._held[:position]
+        self._throttle()
+        self._settle()
+
+    def _pass_on(self, data: bytes) -> None:
+        if data and self._backend is not None:
+            self._backend.wire.write(data)
+
+    def _may_pass(self) -> bool:
+        if not self._inside:
+            self._knock()
+            return False
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+        return not (self._overdue and self._talk.will_be_ready)
+
+    @property
+    def _overdue(self) -> bool:
+        return self._loop.time() - self._entered > _HOLD_S
+
+    @property
+    def _entering(self) -> bool:
+        return any(asked.errand is Errand.ENTER for asked in self._asked)
+
+    def _knock(self) -> None:
+        """Sees to it that the session gets in."""
+        if self._patience is None:
+            self._patience = self._loop.call_later(self._patience_s, self.fail, *_AWAY)
+        if self._backend is None:
+            self._look_for_backend()
+        elif not self._entering:
+            self._ask(Errand.ENTER)
+
+    def _settle(self) -> None:
+        """If nothing is under way, the session goes out, now or in a moment."""
+        if self._inside and self._linger is None and self._talk.idle and not self._rest:
+            if self._overdue:
+                self._go_out()
+            else:
+                self._linger = self._loop.call_later(_LINGER_S, self._go_out)
+
+    def _go_out(self) -> None:
+        self._linger = None
+        self._inside = False
+        if self._memory.stale:
+            self._ask(Errand.LOOK)
+        self._ask(Errand.LEAVE)
+        if len(self._held) >= self._need:
+            self._pump()
+
+    # -- the relay's own errands -----------------------------------------------------------------------------------
+
+    def _ask(self, errand: Errand) -> None:
+        assert self._backend is not None
+        self._asked.append(_Asked(errand))
+        match errand:
+            case Errand.ENTER:
+                self._backend.wire.write(self._backend.enter)
+            case Errand.LEAVE:
+                self._backend.wire.write(self._backend.leave)
+            case Errand.LOOK:
+                self._backend.wire.write(self._memory.look())
+
+    def _answered(self, asked: _Asked) -> None:
+        error = asked.error and asked.error.get("C", "XX000")
+        match asked.errand:
+            case Errand.ENTER if not error:
+                self._inside, self._entered = True, self._loop.time()
+                if self._patience is not None:
+                    self._patience.cancel()
+                    self._patience = None
+                self._pump()
+            case Errand.LOOK if error or asked.size > _LOOK_LIMIT:
+                self._memory.too_much, self._memory.stale = True, False
+            case Errand.LOOK:
+                self._memory.looked(asked.rows)
+            case Errand.LEAVE if not error:
+                pass
+            case errand if error in _PASSING:  # cancelled, or by a timeout of the client's own
+                self._ask(errand)
+            case Errand.ENTER:
+                text = (asked.error or {}).get("M", "")
+                self.fail(
+                    error or "XX000", f"The relay could not begin a transaction: {text}", "Connect again; RESET ROLE."
+                )
+            case Errand.LEAVE:
+                self._drop_backend()
+
+    def _drop_backend(self) -> None:
+        """Whatever is wrong with the backend, between transactions another one does as well."""
+        if self._backend is not None:
+            wire = self._backend.wire
+            wire.close()
+            self.lost(wire)
+
+    # -- backend to client -----------------------------------------------------------------------------------------
+
+    def _from_backend(self, data: bytes) -> None:
+        if self._partial:
+            data, self._partial = self._partial + data, b""
+        position, start, size = min(self._skip, len(data)), 0, len(data)
+        self._skip -= position
+        while size - position >= 5:
+            kind = data[position]
+            end = position + 1 + int.from_bytes(data[position + 1 : position + 5], "big")
+            own = kind not in _ANY_TIME and (bool(self._asked) or self._out_of_turn(kind))
+            if own or kind in _READ_WHOLE:
+                if end - position > _OWN_LIMIT:
+                    self.fail("08P01", "The backend sent a message that the relay can't take.")
+                    return
+                if end > size:
+                    break
+                body = data[position + 5 : end]
+                if own:
+                    if start < position:
+                        self._client.write(data[start:position])
+                    start = end
+                    self._own(kind, body)
+                    if self._ended or self._backend is None:
+                        return
+                elif kind == Server.PARAMETER_STATUS:
+                    name, value = messages.strings(body, 2)
+                    self._memory.reported[name.decode()] = value.decode(errors="surrogateescape")
+                else:
+                    self._talk.received(kind, body)
+            else:
+                if kind == Server.ERROR:
+                    head = data[position + 5 : position + 60]
+                    self._told = b"\0VFATAL\0" in head or b"\0VPANIC\0" in head
+                self._talk.received(kind)
+                if end > size:
+                    self._skip, position = end - size, size
+                    break
+            position = end
+        if start < position:
+            self._client.write(data[start:position] if start or position < size else data)
+        self._partial = data[position:]
+        self._settle()
+        if self._held and self._inside and len(self._held) >= self._need:
+            self._pump()
+
+    def _out_of_turn(self, kind: int) -> bool:
+        """An error that answers nothing: the backend says why it ends, between transactions."""
+        return kind == Server.ERROR and (not self._inside or self._talk.idle)
+
+    def _own(self, kind: int, body: bytes) -> None:
+        if not self._asked:
+            _log.debug("a backend says that it ends: %s", messages.error_fields(body).get("C"))
+            return
+        asked = self._asked[0]
+        if kind == Server.ERROR:
+            asked.error = messages.error_fields(body)
+        elif kind == Server.DATA_ROW:
+            asked.size += len(body)
+            if asked.size <= _LOOK_LIMIT:
+                asked.rows.append(body)
+        elif kind == Server.READY:
+            self._asked.popleft()
+            self._answered(asked)
+
+    # -- another backend -------------------------------------------------------------------------------------------
+
+    def _look_for_backend(self) -> None:
+        if self._search is None:
+            self._search = self._loop.create_task(self._find())
+            if self._patience is None:
+                self._patience = self._loop.call_later(self._patience_s, self.fail, *_AWAY)
+
+    async def _find(self) -> None:
+        try:
+            backend = await self._found()
+        finally:
+            self._search = None
+        if backend is None:
+            return
+        changed = {k: v for k, v in backend.reported.items() if self._memory.reported.get(k) != v}
+        self._memory.reported |= changed
+        self._client.write(b"".join(messages.parameter_status(*pair) for pair in changed.items()))
+        self._take(backend)
+
+    def _take(self, backend: Backend) -> None:
+        self._backend = backend
+        self._talk = Conversation(self._memory)
+        self._told = False
+        backend.wire.attach(self)
+        if self._backend is backend:
+            backend.wire.read(not self._client.full)
+            if len(self._held) >= self._need:
+                self._pump()
+            elif self._patience is not None:
+                self._patience.cancel()
+                self._patience = None
+            self._throttle()
+
+    async def _found(self) -> Backend | None:
+        """A backend, however often it takes; None when the session has been ended instead."""
+        pause, longest = _RETRY_S
+        while True:
+            try:
+                route = await self._resolve()
+                async with asyncio.timeout(self._connect_timeout_s):
+                    return await backends.log_in(route, self._parameters, self._memory)
+            except _FINAL as error:
+                self._end(messages.refusal(error))
+                return None
+            except Refused as error:
+                if error.by_parameters:
+                    self.fail(error.sqlstate, error.text)
+                    return None
+                _log.debug("a backend refused the login: %s", error.sqlstate)
+            except Unusable as error:
+                _log.warning("A database can't be reached through the relay: %s", error)
+                self.fail("58000", "The database of this login can't be used through the relay.")
+                return None
+            except (OSError, TimeoutError, errors.MegaMCPError) as error:
+                _log.debug("no backend yet: %s", type(error).__name__)
+            except Exception:
+                _log.exception("The search for a backend failed.")
+                self.fail("XX000", "The relay failed.")
+                return None
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 1.5, longest)
+
+
+_AWAY: Final = (
+    "57P03",
+    "The database of this login can't be reached at the moment.",
+    "Try again. It is being moved, or its server is away or has no connection left.",
+)
+_LOST: Final = (
+    "57P01",
+    "terminating connection: the backend ended within a transaction",
+    "If it was committing, look whether the commit took effect before you repeat it.",
+)
+_TOO_MUCH: Final = (
+    "57P01",
+    "terminating connection: it holds more prepared statements than the relay takes along to another backend",
+    "Connect again. Close statements that are not needed any more.",
+)
