@@ -14,8 +14,7 @@ Not done: TLS (it is declined), replication, pooling (each client has a backend 
 parsing of SQL.
 """
 
-from megamcp.relay.backend import Route
+from megamcp.relay.backend import Resolve, Route
 from megamcp.relay.relay import Relay
-from megamcp.relay.session import Resolve
 
 __all__ = ["Relay", "Resolve", "Route"]

@@ -6,7 +6,7 @@ are passed on to nobody from here: they may hold names that aren't the client's 
 
 import asyncio
 import struct
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -33,6 +33,10 @@ class Route:
     database: str
     user: str
     password: str = field(repr=False)
+
+
+Resolve = Callable[[str, str], Awaitable[Route]]
+"""(user, database as the client named them) → where that leads now. Raises MegaMCPError."""
 
 
 class Refused(Exception):

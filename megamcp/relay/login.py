@@ -39,9 +39,13 @@ class Greeting:
 class Turned(Exception):
     """A client that is sent away with this ErrorResponse."""
 
-    def __init__(self, sqlstate: str, text: str, hint: str | None = None) -> None:
-        super().__init__(text)
-        self.response = messages.error_response(sqlstate, text, hint=hint)
+    def __init__(self, response: bytes) -> None:
+        super().__init__("the client was sent away")
+        self.response = response
+
+
+def turned(sqlstate: str, text: str, hint: str | None = None) -> Turned:
+    return Turned(messages.error_response(sqlstate, text, hint=hint))
 
 
 async def greeting(wire: Wire) -> Greeting | Cancel:
@@ -67,7 +71,7 @@ async def greeting(wire: Wire) -> Greeting | Cancel:
 
 def _greeting(protocol: int, rest: bytes, wire: Wire) -> Greeting:
     if protocol >> 16 != 3:
-        raise Turned("0A000", f"unsupported frontend protocol {protocol >> 16}.{protocol & 0xFFFF}: supported is 3")
+        raise turned("0A000", f"unsupported frontend protocol {protocol >> 16}.{protocol & 0xFFFF}: supported is 3")
     parameters = messages.parse_startup(rest)
     unknown = [name for name in parameters if name.startswith("_pq_.")]
     if unknown or protocol > messages.PROTOCOL_3_2:
@@ -77,9 +81,9 @@ def _greeting(protocol: int, rest: bytes, wire: Wire) -> Greeting:
     user = parameters.pop("user", "")
     database = parameters.pop("database", "") or user
     if not user:
-        raise Turned("28000", "no PostgreSQL user name specified in startup packet")
+        raise turned("28000", "no PostgreSQL user name specified in startup packet")
     if parameters.pop("replication", "false").lower() not in ("false", "off", "no", "0", "f", "n", "of"):
-        raise Turned("0A000", "The relay passes no replication on.", "Connect without the parameter `replication`.")
+        raise turned("0A000", "The relay passes no replication on.", "Connect without the parameter `replication`.")
     return Greeting(user, database, parameters, min(protocol, messages.PROTOCOL_3_2))
 
 
@@ -109,7 +113,7 @@ async def authenticate(wire: Wire, user: str, password: str | None, secret: byte
     except ScramBroken as error:
         raise ProtocolViolation(str(error)) from None
     except ScramFailed:
-        raise Turned("28P01", f'password authentication failed for user "{user}"') from None
+        raise turned("28P01", f'password authentication failed for user "{user}"') from None
     wire.write(messages.authentication(12, proof))
 
 

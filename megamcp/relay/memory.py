@@ -54,6 +54,7 @@ class Memory:
         self.reported: dict[str, str] = {}
         self.too_much = False
         self.stale = False  # a look is due
+        self.discarded = False  # DISCARD ALL gave the lock of `enter` away
         self.channels: list[str] = []
         self._settings: dict[str, str] = {}
         self._statements: dict[bytes, bytes] = {}  # name → Parse
@@ -107,6 +108,7 @@ class Memory:
             case b"DISCARD ALL":
                 self._forget_statements()
                 self._settings, self.channels = {}, []
+                self.discarded = True
 
     def _forget_statements(self) -> None:
         self._statements, self._made_by_sql, self._bytes = {}, {}, 0

@@ -11,9 +11,10 @@ from typing import Final
 
 from megamcp import errors
 from megamcp.relay import login, messages
-from megamcp.relay.login import Cancel, Greeting, Turned
+from megamcp.relay.backend import Resolve
+from megamcp.relay.login import Cancel, Greeting, Turned, turned
 from megamcp.relay.messages import ProtocolViolation
-from megamcp.relay.session import Resolve, Session
+from megamcp.relay.session import Session
 from megamcp.relay.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -115,8 +116,8 @@ class Relay:
                     return
                 await self._authenticate(wire, greeting)
             self._admit(wire, greeting)
-        except Turned as turned:
-            wire.close(turned.response)
+        except Turned as away:
+            wire.close(away.response)
         except ProtocolViolation as error:
             wire.close(messages.error_response("08P01", str(error)))
         except TimeoutError:
@@ -141,9 +142,9 @@ class Relay:
     def _admit(self, wire: Wire, greeting: Greeting) -> None:
         who = (greeting.user, greeting.database)
         if len(self._sessions) >= self._max_clients:
-            raise Turned("53300", "sorry, too many clients already", "Try again when other clients have gone.")
+            raise turned("53300", "sorry, too many clients already", "Try again when other clients have gone.")
         if self._by_login[who] >= self._max_per_login:
-            raise Turned("53300", f'too many connections for role "{greeting.user}"', "Use a smaller pool.")
+            raise turned("53300", f'too many connections for role "{greeting.user}"', "Use a smaller pool.")
         process = secrets.randbits(31)
         while process in self._sessions or not process:
             process = secrets.randbits(31)

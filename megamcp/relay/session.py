@@ -13,37 +13,32 @@ All but the search for a backend runs in callbacks, without a task. Memory is bo
 
 import asyncio
 import logging
-import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from megamcp import errors
 from megamcp.relay import backend as backends
 from megamcp.relay import messages
-from megamcp.relay.backend import Backend, Refused, Route, Unusable
+from megamcp.relay.backend import Backend, Route
 from megamcp.relay.conversation import Conversation
+from megamcp.relay.login import Turned
 from megamcp.relay.memory import WHOLE_LIMIT, Memory
 from megamcp.relay.messages import Client, ProtocolViolation, Server
+from megamcp.relay.search import found
 from megamcp.relay.wire import Wire
 
 _log = logging.getLogger(__name__)
 
-Resolve = Callable[[str, str], Awaitable[Route]]
-"""(user, database as the client named them) → where that leads now. Raises MegaMCPError."""
-
 _LINGER_S: Final = 0.001
 _HOLD_S: Final = 0.05
-_RETRY_S: Final = (0.005, 0.1)  # first and longest pause between attempts to find a backend
 _OWN_LIMIT: Final = 1 << 20  # bytes of a message that is read and not passed on
 _LOOK_LIMIT: Final = 4 << 20  # bytes of all rows of a look
-_FINAL: Final = (errors.NotFound, errors.Gone, errors.Unauthorized, errors.Unprocessable, errors.BadRequest)
 _PASSING: Final = frozenset(("57014", "55P03", "40001", "40P01"))
 _KEPT_WHOLE: Final = frozenset((Client.PARSE, Client.CLOSE, Client.QUERY))
 _READ_WHOLE: Final = frozenset((Server.READY, Server.PARAMETER_STATUS, Server.COMMAND_COMPLETE))
-_ANY_TIME: Final = frozenset((Server.NOTICE, Server.NOTIFICATION, Server.PARAMETER_STATUS))
+_ANY_TIME: Final = frozenset((Server.NOTIFICATION, Server.PARAMETER_STATUS))
 
 
 class Errand(StrEnum):
@@ -103,13 +98,10 @@ class Session:
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self, key: bytes) -> None:
-        """The first backend, and the client's first ReadyForQuery. Raises Turned-like `Ended` errors as bytes."""
-        try:
-            async with asyncio.timeout(self._patience_s):
-                backend = await self._found()
-        except TimeoutError:
-            self.fail(*_AWAY)
-            return
+        """The first backend, and the client's first ReadyForQuery; or its end. Raises nothing."""
+        self._patience = self._loop.call_later(self._patience_s, self.fail, *_AWAY)
+        self._search = asyncio.current_task()
+        backend = await self._found()
         if backend is None:
             return
         self._memory.reported = dict(backend.reported)
@@ -262,7 +254,7 @@ class Session:
 
     @property
     def _overdue(self) -> bool:
-        return self._loop.time() - self._entered > _HOLD_S
+        return self._memory.discarded or self._loop.time() - self._entered > _HOLD_S
 
     @property
     def _entering(self) -> bool:
@@ -311,7 +303,7 @@ class Session:
         error = asked.error and asked.error.get("C", "XX000")
         match asked.errand:
             case Errand.ENTER if not error:
-                self._inside, self._entered = True, self._loop.time()
+                self._inside, self._entered, self._memory.discarded = True, self._loop.time(), False
                 if self._patience is not None:
                     self._patience.cancel()
                     self._patience = None
@@ -412,11 +404,23 @@ class Session:
             if self._patience is None:
                 self._patience = self._loop.call_later(self._patience_s, self.fail, *_AWAY)
 
-    async def _find(self) -> None:
+    async def _found(self) -> Backend | None:
+        """A backend; None when the session has been ended instead."""
         try:
-            backend = await self._found()
+            return await found(self._resolve, self._parameters, self._memory, self._connect_timeout_s)
+        except Turned as turned:
+            self._search = None
+            self._end(turned.response)
+        except Exception:
+            _log.exception("The search for a backend failed.")
+            self._search = None
+            self.fail("XX000", "The relay failed.")
         finally:
             self._search = None
+        return None
+
+    async def _find(self) -> None:
+        backend = await self._found()
         if backend is None:
             return
         changed = {k: v for k, v in backend.reported.items() if self._memory.reported.get(k) != v}
@@ -437,35 +441,6 @@ class Session:
                 self._patience.cancel()
                 self._patience = None
             self._throttle()
-
-    async def _found(self) -> Backend | None:
-        """A backend, however often it takes; None when the session has been ended instead."""
-        pause, longest = _RETRY_S
-        while True:
-            try:
-                route = await self._resolve()
-                async with asyncio.timeout(self._connect_timeout_s):
-                    return await backends.log_in(route, self._parameters, self._memory)
-            except _FINAL as error:
-                self._end(messages.refusal(error))
-                return None
-            except Refused as error:
-                if error.by_parameters:
-                    self.fail(error.sqlstate, error.text)
-                    return None
-                _log.debug("a backend refused the login: %s", error.sqlstate)
-            except Unusable as error:
-                _log.warning("A database can't be reached through the relay: %s", error)
-                self.fail("58000", "The database of this login can't be used through the relay.")
-                return None
-            except (OSError, TimeoutError, errors.MegaMCPError) as error:
-                _log.debug("no backend yet: %s", type(error).__name__)
-            except Exception:
-                _log.exception("The search for a backend failed.")
-                self.fail("XX000", "The relay failed.")
-                return None
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(pause * 1.5, longest)
 
 
 _AWAY: Final = (

@@ -62,6 +62,11 @@ DIRECTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     ("megamcp/state", ("megamcp.state", "megamcp.errors"), ("sqlalchemy", "fastapi", "starlette", "mcp", "aiohttp")),
     ("megamcp/postgres", ("megamcp.postgres", "megamcp.errors"), ("sqlalchemy", "fastapi", "mcp", "aiohttp")),
+    (
+        "megamcp/relay",
+        ("megamcp.relay", "megamcp.errors", "megamcp.state.names"),
+        ("asyncpg", "sqlalchemy", "fastapi", "starlette", "mcp", "aiohttp", "httpx"),
+    ),
     ("megamcp/errors.py", (), ("pydantic", "asyncpg", "fastapi")),
     ("megamcp/types.py", (), ("asyncpg", "fastapi", "sqlalchemy")),
     ("megamcp/settings.py", (), ("asyncpg", "fastapi", "sqlalchemy")),
@@ -108,7 +113,15 @@ def test_tests_read_as_claims() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["megamcp.client", "megamcp.sdk", "megamcp.dataplane", "megamcp.state", "megamcp.postgres", "megamcp.testing"],
+    [
+        "megamcp.client",
+        "megamcp.sdk",
+        "megamcp.dataplane",
+        "megamcp.state",
+        "megamcp.postgres",
+        "megamcp.relay",
+        "megamcp.testing",
+    ],
 )
 def test_all_is_exactly_the_public_surface(name: str) -> None:
     module = importlib.import_module(name)
