@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 SECONDS ?= 600
+CORES ?= $(shell getconf _NPROCESSORS_ONLN)
 
 .PHONY: install demo serve test lint format typecheck bench check fuzz soak clean
 
@@ -50,7 +51,8 @@ bench: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.footprint
 
 fuzz: $(DEV_STAMP)
-	FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest tests/integration/overlay/test_differential.py --timeout 0
+	FUZZ_SECONDS=$(SECONDS) FUZZ_WORKERS=$(CORES) $(BIN)/python -m pytest tests/integration/overlay/test_differential.py \
+	  -n $(CORES) --dist load --timeout 0
 
 soak: $(DEV_STAMP)
 	SOAK_SECONDS=$(SECONDS) $(BIN)/python -m pytest tests/e2e/test_kill.py tests/integration/test_promises_machine.py --timeout 0

@@ -13,6 +13,7 @@ from megamcp.migrate import migrate
 class Database:
     name: str
     server: str
+    dsn: str
     connection: asyncpg.Connection
 
     @classmethod
@@ -20,10 +21,11 @@ class Database:
         name = f"mm_differential_{secrets.token_hex(4)}"
         admin = await asyncpg.connect(server)
         await admin.execute(f'create database "{name}" template template0')
+        await admin.execute(f'alter database "{name}" set synchronous_commit = off')  # nothing here outlives the test
         await admin.close()
         dsn = make_url(server).set(database=name).render_as_string(hide_password=False)
         await migrate(dsn)
-        return cls(name, server, await asyncpg.connect(dsn))
+        return cls(name, server, dsn, await asyncpg.connect(dsn))
 
     async def drop(self) -> None:
         await self.connection.close()

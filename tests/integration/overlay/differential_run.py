@@ -1,24 +1,28 @@
 """Runs one program on both sides and compares all a client can see; says in words where they part."""
 
-import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import asyncpg
 
 from megamcp.errors import UnsupportedStatement
-from megamcp.state.statements import check_statement
-from tests.integration.overlay.differential_programs import Openness, Statement
-from tests.integration.overlay.differential_sides import (
-    CopyOnWrite,
-    Dump,
-    Layers,
-    Outcome,
-    Plain,
-    Rejected,
-    contents,
-    execute,
-)
+from megamcp.sdk.database import Database as ToolDatabase
+from tests.integration.overlay.differential_database import Database
+from tests.integration.overlay.differential_openness import Openness, Outcome, Statement, allowed
+from tests.integration.overlay.differential_report import Report
+from tests.integration.overlay.differential_sides import CopyOnWrite, Dump, Layers, Plain, Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Savepoint:
+    """Inside a call; what follows may be undone by `Undo`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """Rolls back to the newest savepoint of the call, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class Call:
     """Statements of one transaction, each in a savepoint."""
 
     rollout: int
-    statements: tuple[Statement, ...]
+    statements: tuple[Statement | Savepoint | Undo, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,16 @@ class Rollback:
     rollout: int
 
 
-Step = Call | Checkpoint | Fork | Rollback
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """Deletes every row of a table that nothing refers to and writes the same rows again: an equal digest."""
+
+    rollout: int
+    table: int
+
+
+Step = Call | Checkpoint | Fork | Rollback | Rewrite
+MOST_ROLLOUTS = 5
 
 
 class Mismatch(AssertionError):
@@ -67,63 +80,91 @@ class _Saved:
 class Pair:
     """A schema with its base rows on both sides."""
 
-    def __init__(self, plain: Plain, overlay: CopyOnWrite, base: Dump) -> None:
+    def __init__(self, plain: Plain, overlay: CopyOnWrite, base: Dump, owned: Sequence[Any], report: Report) -> None:
         self.plain = plain
         self.overlay = overlay
         self.base = base
-        self.skipped = 0
+        self.report = report
+        self._owned = owned
 
     @classmethod
     async def load(
         cls,
-        conn: asyncpg.Connection,
+        database: Database,
         prefix: str,
         ddl: str,
         tables: Sequence[str],
         seeds: Sequence[str],
+        report: Report | None = None,
     ) -> "Pair":
         """Rows of the base are those seeds that plain PostgreSQL takes."""
-        plain = Plain(conn, prefix, ddl, tables)
+        conn, beside = await asyncpg.connect(database.dsn), await asyncpg.connect(database.dsn)
+        for kind, skip in (("json", 0), ("jsonb", 1)):  # as the SDK's connection reads them
+            await conn.set_type_codec(
+                kind,
+                schema="pg_catalog",
+                encoder=str.encode,
+                decoder=lambda raw, skip=skip: json.loads(raw[skip:]),
+                format="binary",
+            )
+        plain = Plain(conn, beside, prefix, ddl, tables)
         name = await plain.make()
         taken = []
-        async with conn.transaction():
-            await plain.enter(name)
-            for seed in seeds:
-                outcome = await plain.execute(name, seed)
+        for seed in seeds:
+            before = await plain.sequences(name)
+            async with plain.entered(name) as transaction:
+                outcome = await plain.execute(seed)
                 if not outcome.sqlstate:
-                    taken.append(seed)
-            base = await plain.dump(name)
+                    outcome = await plain.commit(transaction)
+            if outcome.sqlstate:
+                await plain.set_sequences(name, before)
+            else:
+                taken.append(seed)
+        base = await plain.dump(name)
         plain.give_back(name)
-        return cls(plain, await CopyOnWrite.load(conn, ddl, [";\n".join(taken)] if taken else []), base)
+        tools = ToolDatabase(database.dsn, 1)
+        overlay = await CopyOnWrite.load(database.connection, tools, ddl, [";\n".join(taken)] if taken else [])
+        return cls(plain, overlay, base, (conn, beside, tools), report or Report())
 
     async def run(self, steps: Sequence[Step]) -> None:
         """Raise `Mismatch` where the sides part."""
         await _Run(self).run(steps)
 
     async def unload(self) -> None:
+        conn, beside, tools = self._owned
+        await tools.aclose()
         await self.overlay.unload()
         await self.plain.drop()
+        await conn.close()
+        await beside.close()
 
 
 class _Run:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
+        self._plain = pair.plain
+        self._overlay = pair.overlay
+        self._report = pair.report
         self._rollouts: list[_Rollout] = []
         self._saved: list[_Saved] = []
         self._told: list[str] = []
+        self._digests: dict[str, tuple[str, int]] = {}
+        self._by_digest: dict[int, str] = {}
 
     async def run(self, steps: Sequence[Step]) -> None:
+        self._report.programs += 1
         try:
             self._saved.append(_Saved(self._pair.base, ()))
             await self._open(0)
             for step in steps:
+                self._report.steps[type(step).__name__.lower()] += 1
                 await self._step(step)
             for number in range(len(self._rollouts)):
                 await self._compare_tables(number)
-            await self._compare_digests()
+                await self._compare_digest(number)
         finally:
             for rollout in self._rollouts:
-                self._pair.plain.give_back(rollout.plain)
+                self._plain.give_back(rollout.plain)
 
     async def _step(self, step: Step) -> None:
         match step:
@@ -132,152 +173,183 @@ class _Run:
             case Checkpoint():
                 await self._checkpoint(step.rollout % len(self._rollouts))
             case Fork():
-                if len(self._rollouts) < 5:
+                if len(self._rollouts) < MOST_ROLLOUTS:
                     await self._open(step.checkpoint % len(self._saved))
             case Rollback():
                 await self._rollback(step.rollout % len(self._rollouts))
+            case Rewrite():
+                await self._rewrite(step.rollout % len(self._rollouts), step.table)
 
     async def _open(self, checkpoint: int) -> None:
         self._told.append(f"rollout {len(self._rollouts)} := fork of checkpoint {checkpoint}")
         saved = self._saved[checkpoint]
-        pair = self._pair
-        name = await pair.plain.make()
-        async with pair.plain.conn.transaction():
-            await pair.plain.restore(name, saved.dump)
-        layers = Layers(list(saved.chain), await pair.overlay.layer())
+        name = await self._plain.make()
+        layers = Layers(list(saved.chain), await self._overlay.layer())
         self._rollouts.append(_Rollout(name, layers, [checkpoint]))
+        await self._plain.restore(name, saved.dump)
+        await self._compare_tables(len(self._rollouts) - 1)
 
     async def _checkpoint(self, number: int) -> None:
         rollout = self._rollouts[number]
         self._told.append(f"rollout {number}: checkpoint {len(self._saved)}")
-        dump = await self._pair.plain.dump(rollout.plain)
-        await self._pair.overlay.freeze(rollout.layers)
+        dump = await self._plain.dump(rollout.plain)
+        await self._overlay.freeze(rollout.layers)
         rollout.checkpoints.append(len(self._saved))
         self._saved.append(_Saved(dump, tuple(rollout.layers.chain)))
+        await self._compare_digest(number)
 
     async def _rollback(self, number: int) -> None:
         rollout = self._rollouts[number]
         checkpoint = rollout.checkpoints[-1]
         self._told.append(f"rollout {number}: rollback to checkpoint {checkpoint}")
         saved = self._saved[checkpoint]
-        async with self._pair.plain.conn.transaction():
-            await self._pair.plain.restore(rollout.plain, saved.dump)
-        rollout.layers = Layers(list(saved.chain), await self._pair.overlay.layer())
+        await self._plain.restore(rollout.plain, saved.dump)
+        rollout.layers = Layers(list(saved.chain), await self._overlay.layer())
         await self._compare_tables(number)
 
-    async def _call(self, number: int, statements: Sequence[Statement]) -> None:
-        accepted = []
-        for statement in statements:
-            try:
-                check_statement(statement.sql)
-                accepted.append(statement)
-            except UnsupportedStatement:
-                self._pair.skipped += 1
-        if not accepted:
+    async def _rewrite(self, number: int, table: int) -> None:
+        rollout = self._rollouts[number]
+        name = self._plain.tables[table % len(self._plain.tables)]
+        before = await self._overlay.digest(rollout.layers.all)
+        rows = await self._plain.conn.fetchval(_AS_VALUES, f"{rollout.plain}.{name}")
+        values = await self._plain.conn.fetchval(rows) if rows else None
+        if not values:
             return
+        names = ", ".join(f'"{c}"' for c in await self._plain._names(rollout.plain, name))
+        statements = (f"delete from {name}", f"insert into {name} ({names}) values {values}")
+        await self._call(number, [Statement(sql, construct="rewrite") for sql in statements])
+        if await self._overlay.digest(rollout.layers.all) != before:
+            self._fail("the same rows, written again, have another digest")
+
+    async def _call(self, number: int, statements: Sequence[Statement | Savepoint | Undo]) -> None:
         self._told.append(f"rollout {number}: transaction")
         rollout = self._rollouts[number]
-        plain, overlay = self._pair.plain, self._pair.overlay
-        async with plain.conn.transaction():
-            for statement in accepted:
-                self._told.append(f"rollout {number}:   {statement.sql};")
-                await self._statement(rollout, plain, overlay, statement)
-            await plain.conn.execute("reset role")
+        start = await self._plain.sequences(rollout.plain)
+        savepoints: list[tuple[Any, Any, Sequences]] = []
+        failed = False
+        loose = False
+        async with self._plain.entered(rollout.plain) as ours, self._overlay.entered(rollout.layers) as (lease, theirs):
+            for statement in statements:
+                match statement:
+                    case Savepoint():
+                        self._told.append(f"rollout {number}:   savepoint;")
+                        pair = self._plain.conn.transaction(), lease.driver.transaction()
+                        for one in pair:
+                            await one.start()
+                        savepoints.append((*pair, await self._plain.sequences(rollout.plain)))
+                    case Undo():
+                        if savepoints:
+                            self._told.append(f"rollout {number}:   rollback to savepoint;")
+                            plain, overlay, sequences = savepoints.pop()
+                            await plain.rollback()
+                            await overlay.rollback()
+                            await self._plain.set_sequences(rollout.plain, sequences)
+                            failed = True
+                    case Statement():
+                        self._told.append(f"rollout {number}:   {statement.sql};")
+                        failed |= not await self._statement(rollout, lease, statement, failed)
+                        loose |= statement.openness is not Openness.EXACT
+            while savepoints:
+                plain, overlay, _ = savepoints.pop()
+                await plain.commit()
+                await overlay.commit()
+            self._told.append(f"rollout {number}:   commit;")
+            expected, found = await self._plain.commit(ours), await self._overlay.commit(theirs)
+        if expected.sqlstate or found.sqlstate:
+            commit = Statement("commit", Openness.FIRST_FAILURE if loose or len(statements) > 1 else Openness.EXACT)
+            self._judge(expected, found, commit, "COMMIT", failed)
+            await self._plain.set_sequences(rollout.plain, start)
+            if not (expected.sqlstate and found.sqlstate):
+                self._fail(f"plain:   {expected}\noverlay: {found}")
         await self._compare_tables(number)
 
-    async def _statement(self, rollout: _Rollout, plain: Plain, overlay: CopyOnWrite, statement: Statement) -> None:
-        """Both sides in one transaction of one connection, so a failed comparison leaves nothing behind."""
-        conn = plain.conn
-        await conn.execute("reset role")
-        before = await plain.sequences(rollout.plain)
-        with contextlib.suppress(Rejected):
-            async with conn.transaction():
-                await plain.enter(rollout.plain)
-                expected = await plain.execute(rollout.plain, statement.sql)
-                await overlay.enter(rollout.layers)
-                found = await execute(conn, statement.sql)
-                await conn.execute("reset role")
-                if _may_part(expected, found, statement):
-                    raise Rejected
-                if not _same(expected, found, statement):
-                    self._fail(f"plain:   {expected}\noverlay: {found}")
-            return
-        await plain.set_sequences(rollout.plain, before)
+    async def _statement(self, rollout: _Rollout, lease: Any, statement: Statement, failed: bool) -> bool:
+        """Whether it was kept. Both sides keep it or neither does."""
+        before = await self._plain.sequences(rollout.plain)
+        ours, theirs = self._plain.conn.transaction(), lease.driver.transaction()
+        await ours.start()
+        await theirs.start()
+        try:
+            found = await self._overlay.execute(lease, statement.sql)
+        except UnsupportedStatement:
+            self._told.append("    (refused)")
+            self._report.refused[statement.construct] += 1
+            await theirs.rollback()
+            await ours.rollback()
+            return True
+        self._report.statements[statement.construct] += 1
+        expected = await self._plain.execute(statement.sql)
+        kept = self._judge(expected, found, statement, statement.construct, failed)
+        for transaction in (ours, theirs):
+            await (transaction.commit() if kept else transaction.rollback())
+        if not kept:
+            await self._plain.set_sequences(rollout.plain, before)
+        return kept
+
+    def _judge(self, expected: Outcome, found: Outcome, statement: Statement, construct: str, failed: bool) -> bool:
+        """Whether both sides succeeded alike. Raises `Mismatch` where they may not differ as they do."""
+        if _same(expected, found, statement):
+            if expected.sqlstate:
+                self._report.failed[construct] += 1
+                self._report.codes[f"{expected.sqlstate}"] += 1
+            return not expected.sqlstate
+        why = allowed(expected, found, statement, failed)
+        if why is None:
+            self._fail(f"plain:   {expected}  {expected.message}\noverlay: {found}  {found.message}")
+        else:
+            self._report.allowed[why] += 1
+        return False
 
     async def _compare_tables(self, number: int) -> None:
         rollout = self._rollouts[number]
-        plain, overlay = self._pair.plain, self._pair.overlay
-        async with plain.conn.transaction():
-            await plain.enter(rollout.plain)
-            expected = await contents(plain.conn, plain.tables)
-            await overlay.enter(rollout.layers, writable=False)
-            found = await contents(plain.conn, plain.tables)
-            await plain.conn.execute("reset role")
+        tables = self._plain.tables
+        expected = await self._plain.contents(rollout.plain)
+        found = await self._overlay.contents(rollout.layers, tables)
         if expected != found:
             parts = [
                 f"{table}\n  plain:   {expected[table]}\n  overlay: {found[table]}"
-                for table in plain.tables
+                for table in tables
                 if expected[table] != found[table]
             ]
             self._fail(f"rows of rollout {number}: " + "\n".join(parts))
+        numbers = await self._plain.counters(rollout.plain)
+        drawn = await self._overlay.counters(rollout.layers.all)
+        if numbers != drawn:
+            self._fail(f"sequences of rollout {number}:\n  plain:   {numbers}\n  overlay: {drawn}")
 
-    async def _compare_digests(self) -> None:
+    async def _compare_digest(self, number: int) -> None:
         """Equal rows have equal digests, others different ones, whichever way they were reached."""
-        seen: dict[str, tuple[int, int]] = {}
-        by_digest: dict[int, str] = {}
-        conn = self._pair.plain.conn
-        for number, rollout in enumerate(self._rollouts):
-            async with conn.transaction():
-                await self._pair.plain.enter(rollout.plain)
-                rows = repr(await contents(conn, self._pair.plain.tables))
-                digest = await self._pair.overlay.digest(rollout.layers)
-            if seen.setdefault(rows, (number, digest))[1] != digest:
-                self._fail(f"rollouts {seen[rows][0]} and {number} hold equal rows but differ in digest")
-            if by_digest.setdefault(digest, rows) != rows:
-                self._fail(f"rollout {number} has the digest of other rows")
+        rollout = self._rollouts[number]
+        rows = repr(await self._plain.contents(rollout.plain))
+        digest = await self._overlay.digest(rollout.layers.all)
+        here = f"rollout {number} after line {len(self._told)}"
+        there, known = self._digests.setdefault(rows, (here, digest))
+        if known != digest:
+            self._fail(f"{there} and {here} hold equal rows but differ in digest")
+        if self._by_digest.setdefault(digest, rows) != rows:
+            self._fail(f"{here} has the digest of other rows")
 
     def _fail(self, difference: str) -> None:
         lines = "\n".join(self._told)
-        raise Mismatch(f"\n{self._pair.plain.ddl}\n{lines}\n--- {difference}")
+        raise Mismatch(f"\n{self._plain.ddl}\n{lines}\n--- {difference}")
 
 
-def _may_part(expected: Outcome, found: Outcome, statement: Statement) -> bool:
-    """True when one side fails where PostgreSQL leaves that open; the statement is then undone on both."""
-    if (expected.sqlstate == "") == (found.sqlstate == ""):
-        return False
-    if _fixed_column(expected, statement) or _no_full_join(found):
-        return True
-    code = expected.sqlstate or found.sqlstate
-    match statement.openness:
-        case Openness.KEY_SHIFT:
-            return code == "23505"
-        case Openness.EVENT_ORDER:
-            return code in {"23505", "23503", "23001"}
-    return False
+_AS_VALUES = """
+select format('select string_agg(format(''(%s)'', %s), '', '') from %s t',
+              string_agg('%L', ', ' order by attnum),
+              string_agg('t.' || quote_ident(attname), ', ' order by attnum), $1::text)
+from pg_attribute a where attrelid = $1::text::regclass and attnum > 0 and not attisdropped and attgenerated = ''
+  and not exists (select from pg_constraint where confrelid = attrelid)
+  and not exists (select from pg_trigger where tgrelid = attrelid and not tgisinternal)
+  and not exists (select from pg_attribute i where i.attrelid = a.attrelid and i.attidentity = 'a')
+group by attrelid
+"""
+"""The query that writes a table's rows as VALUES; null where other rows or triggers would take part."""
 
 
 def _same(expected: Outcome, found: Outcome, statement: Statement) -> bool:
     if expected.sqlstate or found.sqlstate:
-        same = (expected.sqlstate, expected.broken) == (found.sqlstate, found.broken)
-        if same or (found.sqlstate and _fixed_column(expected, statement)) or _no_full_join(found):
-            return True
-        return statement.openness is not Openness.EXACT and _row_errors(expected, found)
-    ordered = " order by " in statement.sql and statement.sql.startswith("select")
+        return (expected.sqlstate, expected.broken) == (found.sqlstate, found.broken)
+    ordered = " order by " in statement.sql and statement.sql.startswith(("select", "fetch"))
     rows = (expected.rows, found.rows) if ordered else (sorted(expected.rows), sorted(found.rows))
-    return expected.tag == found.tag and rows[0] == rows[1]
-
-
-def _fixed_column(expected: Outcome, statement: Statement) -> bool:
-    """A value for a generated or ALWAYS column: PostgreSQL refuses the plan, the overlay the first such row."""
-    return expected.sqlstate == "428C9" and not statement.sql.startswith("update")
-
-
-def _no_full_join(found: Outcome) -> bool:
-    """MERGE without an equality to join by: PostgreSQL plans it only where NOT NULL decides the condition."""
-    return found.sqlstate == "0A000" and "FULL JOIN" in found.message
-
-
-def _row_errors(expected: Outcome, found: Outcome) -> bool:
-    """Of several rows each side may meet another first, but both meet one that breaks a rule."""
-    of_a_row = ("22", "23", "21000", "428C9")
-    return expected.sqlstate.startswith(of_a_row) and found.sqlstate.startswith(of_a_row)
+    return expected.count == found.count and rows[0] == rows[1]

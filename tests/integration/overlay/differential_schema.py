@@ -1,44 +1,99 @@
-"""Small random schemas made of what the copy-on-write state accepts, drawn from a seed.
+"""Random schemas of three to eight tables, made of what the copy-on-write state accepts, drawn from a number.
 
-A schema is a function of its number, so that a failing program can be told by (number, statements) and both
-sides are loaded once a number, not once an example. Domains of values are tiny: clashes of keys and
-dangling references are the point.
+A schema is a function of its number and of the constructs that are taken, so that a failing program can be
+told by (number, statements) and both sides are loaded once a number, not once an example. Domains of values
+are tiny: clashes of keys and dangling references are the point.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import datetime
 from random import Random
 
 CLOCK = "2026-01-15T09:00:00+00:00"
+CLOCK_AT = datetime.fromisoformat(CLOCK)
 
-LITERALS: dict[str, tuple[str, ...]] = {
-    "int": ("0", "1", "2", "3", "4", "5", "-1"),
-    "bigint": ("0", "1", "2", "3", "7", "9000000000"),
-    "text": ("'a'", "'b'", "'c'", "''", "'Ab'", "'it''s'"),
-    "varchar(4)": ("'a'", "'bb'", "'ccc'", "'toolong'"),
-    "numeric(6,2)": ("0", "1.5", "2.25", "-3", "1.555", "99999"),
-    "bool": ("true", "false"),
-    "timestamptz": ("'2026-01-15T09:00:00Z'", "'2025-12-31T23:59:59Z'", "now()"),
-    "date": ("'2026-01-15'", "'2024-02-29'"),
-    "jsonb": ("""'{"a": 1}'""", "'[1, 2]'", "'null'", """'{"b": {"c": "x"}}'"""),
-    "int[]": ("'{1,2}'", "'{}'", "array[3]", "'{NULL}'"),
-    "mood": ("'sad'", "'ok'", "'happy'", "'furious'"),
-    "score": ("1", "2", "5", "-1"),
-    "uuid": ("'00000000-0000-0000-0000-000000000001'", "'00000000-0000-0000-0000-000000000002'"),
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type with a few values. `bad` ones are refused by the type."""
+
+    good: tuple[str, ...]
+    bad: tuple[str, ...] = ()
+    equal: bool = True
+    ordered: bool = True
+    exact: bool = True
+    """Equal values look the same."""
+    construct: str = ""
+    """Must be taken for the type to be drawn."""
+    prelude: str = ""
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        return self.good + self.bad
+
+
+_MOOD = "create type mood as enum ('sad', 'ok', 'happy');"
+_SCORE = "create domain score as int check (value > 0);"
+_PAIR = "create type pair as (n int, word text);"
+_TAGS = "create domain tags as text[] check (cardinality(value) < 4);"
+_SPAN = "create type span as range (subtype = numeric);"
+
+KINDS: dict[str, Kind] = {
+    "int": Kind(("0", "1", "2", "3", "4", "5", "-1")),
+    "bigint": Kind(("0", "1", "2", "3", "7", "9000000000")),
+    "smallint": Kind(("0", "1", "2", "3", "9"), ("70000",)),
+    "text": Kind(("'a'", "'b'", "'c'", "''", "'Ab'", "'it''s'")),
+    "varchar(4)": Kind(("'a'", "'bb'", "'ccc'"), ("'toolong'",)),
+    "char(3)": Kind(("'a'", "'a  '", "'bcd'"), ("'toolong'",)),
+    "numeric(6,2)": Kind(("0", "1.5", "2.25", "-3", "1.555"), ("99999",)),
+    "numeric": Kind(("0", "1.0", "1.00", "2.5", "'NaN'"), exact=False),
+    "float8": Kind(("0", "'-0'", "1.5", "'NaN'", "1e300"), exact=False),
+    "bool": Kind(("true", "false")),
+    "timestamptz": Kind(("'2026-01-15T09:00:00Z'", "'2025-12-31T23:59:59Z'", "now()")),
+    "timestamp(0)": Kind(("'2026-01-15T09:00:00'", "'2025-12-31T23:59:59.7'")),
+    "date": Kind(("'2026-01-15'", "'2024-02-29'", "'infinity'")),
+    "interval": Kind(("'1 day'", "'24 hours'", "'1 month'"), exact=False),
+    "jsonb": Kind(("""'{"a": 1}'""", "'[1, 2]'", "'null'", """'{"b": {"c": "x"}}'""")),
+    "json": Kind(("""'{"a":  1}'""", "'[1,2]'"), ("'{'",), equal=False, ordered=False, construct="json"),
+    "int[]": Kind(("'{1,2}'", "'{}'", "array[3]", "'{NULL}'", "'[0:1]={1,2}'")),
+    "text[]": Kind(("'{a,b}'", "'{}'", "array['a', null]")),
+    "bytea": Kind((r"'\x00ff'", r"'\x'", r"'\x0a'"), construct="bytea"),
+    "uuid": Kind(("'00000000-0000-0000-0000-000000000001'", "'00000000-0000-0000-0000-000000000002'")),
+    "inet": Kind(("'10.0.0.1'", "'10.0.0.1/32'", "'10.0.0.0/8'")),
+    "bit(3)": Kind(("'101'", "'000'"), ("'1'",)),
+    "int4range": Kind(("'[1,3)'", "'[1,2]'", "'empty'", "'(,5)'"), ("'[3,1]'",)),
+    "tsvector": Kind(("'a b'", "'b:1A a:2'"), construct="tsvector"),
+    "point": Kind(("'(1,2)'", "'(0,0)'"), equal=False, ordered=False, construct="point"),
+    "mood": Kind(("'sad'", "'ok'", "'happy'"), ("'furious'",), prelude=_MOOD),
+    "mood[]": Kind(("'{sad}'", "'{}'", "'{ok,NULL}'"), prelude=_MOOD),
+    "score": Kind(("1", "2", "5"), ("-1",), prelude=_SCORE),
+    "pair": Kind(("'(1,a)'", "'(1,b)'", "'(,)'", "row(2, 'x y')"), construct="composite type", prelude=_PAIR),
+    "pair[]": Kind((r"""'{"(1,a)"}'""", "'{}'"), construct="array of composite type", prelude=_PAIR),
+    "tags": Kind(("'{a}'", "'{a,b}'", "'{}'"), ("'{1,2,3,4}'",), construct="domain over an array", prelude=_TAGS),
+    "span": Kind(("'[1,2]'", "'empty'", "'[1.0,2]'"), exact=False, construct="range type of its own", prelude=_SPAN),
 }
-KEY_TYPES = ("int", "int", "int", "text", "bigint")
-PLAIN_TYPES = tuple(LITERALS)
+LITERALS = {name: kind.literals for name, kind in KINDS.items()}
+KEY_TYPES = ("int", "int", "int", "text", "text", "bigint", "uuid", "date", "numeric", "varchar(4)", "mood", "score")
 ACTIONS = ("no action", "restrict", "cascade", "set null", "set default")
+NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+NUMBERS = ("int", "bigint", "smallint", "numeric(6,2)", "numeric")
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
     name: str
+    """As it is written in SQL: quoted where it has to be."""
     type: str
     definition: str
     """What follows the type in CREATE TABLE."""
     generated: bool = False
     identity: str = ""
-    """'', 'always', 'by default' or 'serial'."""
+    """'', 'always', 'by default', 'serial' or 'shared'."""
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +119,17 @@ class Table:
     name: str
     columns: list[Column] = field(default_factory=list)
     key: tuple[str, ...] = ()
+    """Empty: rows may be equal."""
     candidates: list[tuple[str, ...]] = field(default_factory=list)
     """Sets of columns that a foreign key may point at."""
+    arbiters: list[str] = field(default_factory=list)
+    """Conflict targets of INSERT … ON CONFLICT."""
+    at_once: set[str] = field(default_factory=set)
+    """Columns of keys that are checked row by row."""
     references: list[Reference] = field(default_factory=list)
     constraints: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    """Statements that follow the tables."""
 
     def column(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
@@ -80,141 +142,278 @@ class Table:
         return [column for column in self.columns if not column.generated]
 
     @property
+    def grouped(self) -> list[Column]:
+        """Columns by which rows make groups that look the same whichever row comes first."""
+        return [column for column in self.columns if column.kind.equal and column.kind.exact]
+
+    @property
+    def comparable(self) -> list[Column]:
+        return [column for column in self.columns if column.kind.equal]
+
+    def order(self, alias: str) -> str:
+        """A total order of the rows, up to equal ones."""
+        return ", ".join(f"{alias}.{k}" for k in self.key) if self.key else f"{alias}::text"
+
+    @property
     def ddl(self) -> str:
-        types = {"serial": "serial"}
-        parts = [f"{c.name} {types.get(c.identity, c.type)} {c.definition}".rstrip() for c in self.columns]
+        parts = [
+            f"{c.name} {'serial' if c.identity == 'serial' else c.type} {c.definition}".rstrip() for c in self.columns
+        ]
         return f"create table {self.name} (\n  " + ",\n  ".join(parts + self.constraints) + "\n);"
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
     number: int
+    taken: frozenset[str]
     tables: tuple[Table, ...]
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    sequences: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    """Expressions that call functions of the schema."""
 
     @property
     def ddl(self) -> str:
-        mood = "create type mood as enum ('sad', 'ok', 'happy');\ncreate domain score as int check (value > 0);\n"
-        return mood + "\n".join(table.ddl for table in self.tables) + "\n" + "\n".join(self._extras()) + "\n"
-
-    def _extras(self) -> list[str]:
-        """A plain index and a view a table, so that plans and rewriting differ from table to table."""
-        made = []
-        for table in self.tables:
-            last = table.columns[-1].name
-            made.append(f"create index on {table.name} ({last});")
-            made.append(
-                f"create view {table.name}_seen as select {last}, count(*) as n from {table.name} group by {last};"
-            )
-        return made
+        prelude = dict.fromkeys(c.kind.prelude for t in self.tables for c in t.columns if c.kind.prelude)
+        parts = [*prelude, *self.before, *(t.ddl for t in self.tables)]
+        parts += [line for t in self.tables for line in t.after]
+        return "\n".join([*parts, *self.after]) + "\n"
 
     def table(self, name: str) -> Table:
         return next(table for table in self.tables if table.name == name)
 
 
-def schema(number: int) -> Schema:
-    """The schema of this number: two to four tables; each may refer to itself and to earlier ones."""
-    random = Random(number)
+class Draw:
+    """A source of chance that knows which constructs are taken."""
+
+    def __init__(self, number: int, taken: frozenset[str]) -> None:
+        self.random = Random(number)
+        self.taken = taken
+
+    def chance(self, share: float, construct: str = "") -> bool:
+        return self.random.random() < share and (not construct or construct in self.taken)
+
+    def one(self, *options: str | tuple[str, str]) -> str:
+        """Of options, those given as (text, construct) only if that is taken."""
+        usable = [o if isinstance(o, str) else o[0] for o in options if isinstance(o, str) or o[1] in self.taken]
+        return self.random.choice(usable)
+
+
+def types(draw: Draw, among: Iterable[str] = KINDS) -> list[str]:
+    return [name for name in among if not KINDS[name].construct or KINDS[name].construct in draw.taken]
+
+
+def schema(number: int, taken: frozenset[str] = frozenset()) -> Schema:
+    """The schema of this number: three to eight tables; each may refer to itself, to others, even in a circle."""
+    from tests.integration.overlay.differential_code import code  # it needs the words of this module
+
+    draw = Draw(number, taken)
     tables: list[Table] = []
-    for name in ("alpha", "beta", "gamma", "delta")[: random.randint(2, 4)]:
-        tables.append(_table(random, name, tables))
-    return Schema(number, tuple(tables))
+    names = NAMES[: draw.random.randint(3, 8)]
+    for name in names:
+        tables.append(_table(draw, name, tables))
+    if draw.chance(0.4, "cycle of FOREIGN KEYs"):
+        _reference(draw, tables[0], tables[-1], 9, later=True)
+    return code(draw, Schema(number, taken, tuple(tables)))
 
 
-def _table(random: Random, name: str, earlier: list[Table]) -> Table:
+def _table(draw: Draw, name: str, earlier: list[Table]) -> Table:
     table = Table(name)
-    _key(random, table)
-    for i in range(random.randint(1, 4)):
-        table.columns.append(_plain_column(random, f"c{i}"))
-    _generated(random, table)
-    _unique(random, table)
-    _checks(random, table)
-    others = [*earlier, *earlier, table]
-    for i in range(random.choice((0, 1, 1, 2))):
-        _reference(random, table, random.choice(others), i)
+    _key(draw, table)
+    odd = draw.one("c1", '"Odd Name"', '"order"')
+    for plain in ("c0", odd, "c2", "c3")[: draw.random.randint(1, 4)]:
+        table.columns.append(_plain_column(draw, plain))
+    _generated(draw, table)
+    _uniques(draw, table)
+    _checks(draw, table)
+    others = [t for t in (*earlier, *earlier, table) if t.candidates]
+    for i in range(draw.random.choice((0, 1, 1, 2))):
+        if others:
+            _reference(draw, table, draw.random.choice(others), i)
+    _indexes(draw, table)
     return table
 
 
-def _key(random: Random, table: Table) -> None:
-    kind = random.choice(("plain", "plain", "serial", "always", "by default", "two", "three"))
-    if kind in {"serial", "always", "by default"}:
-        definition = "" if kind == "serial" else f"generated {kind} as identity"
-        table.columns.append(Column("id", "int", f"{definition} primary key".strip(), identity=kind))
-        table.key = ("id",)
-    elif kind == "plain":
-        type_ = random.choice(KEY_TYPES)
-        table.columns.append(Column("id", type_, "primary key"))
-        table.key = ("id",)
-    else:
+def _key(draw: Draw, table: Table) -> None:
+    kind = draw.one(
+        "plain", "plain", "plain", "serial", ("always", "identity"), ("by default", "identity"), "two", "three",
+        ("shared", "shared sequence"), ("none", "table without a key"), ("none", "table without a key"),
+        ("unique", "table with only UNIQUE NOT NULL"),
+    )  # fmt: skip
+    if kind == "none":
+        return
+    when = draw.one("", "", "", "", (" deferrable", "PRIMARY KEY deferrable"),
+                    (" deferrable initially deferred", "PRIMARY KEY deferrable"))  # fmt: skip
+    if kind in {"two", "three"}:
         names = ("k1", "k2", "k3")[: 2 if kind == "two" else 3]
-        table.columns.extend(Column(n, random.choice(("int", "text")), "") for n in names)
+        table.columns.extend(Column(n, draw.one("int", "text"), "") for n in names)
         table.key = names
-        table.constraints.append(f"primary key ({', '.join(names)})")
+        table.constraints.append(f"primary key ({', '.join(names)}){when}")
+    else:
+        definition = {
+            "always": "generated always as identity ",
+            "by default": "generated by default as identity ",
+            "shared": "default nextval('numbers') ",
+        }.get(kind, "")
+        identity = kind if kind in {"serial", "always", "by default", "shared"} else ""
+        type_ = "int" if identity else draw.random.choice(types(draw, KEY_TYPES))
+        unique = "not null unique" if kind == "unique" else "primary key"
+        table.columns.append(Column("id", type_, f"{definition}{unique}{when}", identity=identity))
+        table.key = ("id",)
+    if when:
+        return  # no foreign key can point at it, no ON CONFLICT can name it
+    table.at_once |= set(table.key)
     table.candidates.append(table.key)
+    table.arbiters.append(f"({', '.join(table.key)})")
+    table.arbiters.append(f"on constraint {table.name}_{'id_key' if kind == 'unique' else 'pkey'}")
 
 
-def _plain_column(random: Random, name: str) -> Column:
-    type_ = random.choice(PLAIN_TYPES)
+def _plain_column(draw: Draw, name: str) -> Column:
+    random = draw.random
+    type_ = random.choice(types(draw))
     parts = []
     if random.random() < 0.4:
-        value = random.choice([v for v in LITERALS[type_] if v not in {"'toolong'", "99999", "'furious'", "-1"}])
-        parts.append(f"default {value}")
+        parts.append(f"default {random.choice(KINDS[type_].good)}")
     if random.random() < 0.3:
         parts.append("not null")
-    if type_ in {"int", "bigint", "numeric(6,2)"} and random.random() < 0.3:
+    if type_ in NUMBERS and random.random() < 0.3:
         parts.append(f"check ({name} {random.choice(('> -1', '<> 3', 'between -1 and 8'))})")
     if type_ == "text" and random.random() < 0.2:
         parts.append(f"check ({name} <> '')")
     return Column(name, type_, " ".join(parts))
 
 
-def _generated(random: Random, table: Table) -> None:
+def _generated(draw: Draw, table: Table) -> None:
+    random = draw.random
     numbers = [c for c in table.of_type("int") if not c.identity]
     texts = table.of_type("text")
+    how = draw.one(("stored", "GENERATED stored"), ("virtual", "GENERATED virtual"), "")
+    if not how:
+        return
     if numbers and random.random() < 0.35:
         source = random.choice(numbers).name
-        expression = random.choice((f"{source} * 2", f"{source} + 1", f"coalesce({source}, 0) - 1"))
-        extra = random.choice(("", "", " not null", " unique"))
-        definition = f"generated always as ({expression}) stored{extra}"
+        expression = draw.one(f"{source} * 2", f"coalesce({source}, 0) - 1", f"10 / ({source} + 7)")
+        extra = random.choice(("", "", " not null", " unique")) if how == "stored" else ""
+        definition = f"generated always as ({expression}) {how}{extra}"
         table.columns.append(Column("gen", "int", definition, generated=True))
+        if "unique" in extra:
+            table.at_once |= {"gen", source}
     elif texts and random.random() < 0.3:
         source = random.choice(texts).name
-        definition = f"generated always as (upper({source}) || '!') stored"
+        definition = f"generated always as (upper({source}) || '!') {how}"
         table.columns.append(Column("gen", "text", definition, generated=True))
 
 
-def _unique(random: Random, table: Table) -> None:
-    usable = [c.name for c in table.columns if c.name not in table.key and c.type not in {"jsonb"} and not c.generated]
-    if not usable or random.random() < 0.5:
+def _uniques(draw: Draw, table: Table) -> None:
+    random = draw.random
+    usable = [c.name for c in table.columns if c.name not in table.key and c.kind.ordered and not c.generated]
+    for i in range(random.choice((0, 0, 1, 1, 2))):
+        if not usable:
+            return
+        names = tuple(random.sample(usable, min(len(usable), random.choice((1, 1, 2)))))
+        _unique(draw, table, names, f"{table.name}_once{i}")
+
+
+def _unique(draw: Draw, table: Table, names: tuple[str, ...], name: str) -> None:
+    columns = ", ".join(names)
+    form = draw.one(
+        "plain", "plain", ("nulls", "UNIQUE nulls not distinct"), ("partial", "UNIQUE partial"),
+        ("expression", "UNIQUE over an expression"), ("include", "UNIQUE include"),
+        ("deferrable", "UNIQUE deferrable"), ("deferred", "UNIQUE initially deferred"),
+    )  # fmt: skip
+    first = table.column(names[0])
+    if form == "expression" and first.type not in {"text", "int", "jsonb"}:
+        form = "plain"
+    if form in {"deferrable", "deferred"}:
+        later = "deferrable" if form == "deferrable" else "deferrable initially deferred"
+        table.constraints.append(f"constraint {name} unique ({columns}) {later}")
         return
-    names = tuple(random.sample(usable, min(len(usable), random.choice((1, 1, 2)))))
-    nulls = random.choice(("", "", " nulls not distinct"))
-    name = random.choice(("", f"constraint {table.name}_once "))
-    table.constraints.append(f"{name}unique{nulls} ({', '.join(names)})")
-    table.candidates.append(names)
+    table.at_once |= set(names)
+    match form:
+        case "partial":
+            condition = f"{first.name} is not null" if first.type == "jsonb" else _predicate(draw, first)
+            table.after.append(f"create unique index {name} on {table.name} ({columns}) where {condition};")
+            table.arbiters.append(f"({columns}) where {condition}")
+        case "expression":
+            expression = {
+                "text": f"lower({first.name})",
+                "int": f"({first.name} % 3)",
+                "jsonb": f"({first.name} -> 'a')",
+            }
+            items = ", ".join([expression[first.type], *names[1:]])
+            table.after.append(f"create unique index {name} on {table.name} ({items});")
+            table.arbiters.append(f"({items})")
+        case "include":
+            other = draw.random.choice([c.name for c in table.writable])
+            table.constraints.append(f"constraint {name} unique ({columns}) include ({other})")
+            table.arbiters.append(f"({columns})")
+        case _:
+            nulls = " nulls not distinct" if form == "nulls" else ""
+            table.constraints.append(f"constraint {name} unique{nulls} ({columns})")
+            table.candidates.append(names)
+            table.arbiters += [f"({columns})", f"on constraint {name}"]
 
 
-def _checks(random: Random, table: Table) -> None:
+def _predicate(draw: Draw, column: Column) -> str:
+    value = draw.random.choice(column.kind.good[:2])
+    if "(" in value and not value.startswith("'"):  # not immutable
+        return f"{column.name} is not null"
+    return draw.one(f"{column.name} <> {value}::{column.type}", f"{column.name} = {value}::{column.type}")
+
+
+def _checks(draw: Draw, table: Table) -> None:
     numbers = table.of_type("int")
-    if len(numbers) >= 2 and random.random() < 0.4:
-        a, b = random.sample([c.name for c in numbers], 2)
+    if len(numbers) >= 2 and draw.chance(0.4):
+        a, b = draw.random.sample([c.name for c in numbers], 2)
         table.constraints.append(f"constraint {table.name}_sane check ({a} <> {b} or {a} = 2)")
 
 
-def _reference(random: Random, table: Table, target: Table, i: int) -> None:
-    columns = random.choice(target.candidates)
+def _reference(draw: Draw, table: Table, target: Table, i: int, *, later: bool = False) -> None:
+    random = draw.random
+    usable = [c for c in target.candidates if all(target.column(n).type != "tsvector" for n in c)]
+    if not usable:
+        return
+    columns = random.choice(usable)
     names = []
     for j, column in enumerate(columns):
         kind = target.column(column).type
         name = f"r{i}{j}"
-        definition = random.choice(("", "", "", "not null", f"default {LITERALS[kind][1]}"))
+        definition = random.choice(("", "", "", "not null" if not later else "", f"default {KINDS[kind].good[1]}"))
         table.columns.append(Column(name, kind, definition))
         names.append(name)
+    full = draw.one("", "", "", (" match full", "FOREIGN KEY match full"))
     actions = ""
     if random.random() < 0.8:
-        actions += f" on delete {random.choice(ACTIONS)}"
+        action = random.choice(ACTIONS)
+        if action.startswith("set") and len(names) > 1 and draw.chance(0.5, "FOREIGN KEY set null (columns)"):
+            action += f" ({names[-1]})"
+        actions += f" on delete {action}"
     if random.random() < 0.8:
         actions += f" on update {random.choice(ACTIONS)}"
-    table.constraints.append(
-        f"foreign key ({', '.join(names)}) references {target.name} ({', '.join(columns)}){actions}"
-    )
+    when = draw.one("", "", "", (" deferrable", "FOREIGN KEY deferrable"),
+                    (" deferrable initially deferred", "FOREIGN KEY initially deferred"))  # fmt: skip
+    text = f"foreign key ({', '.join(names)}) references {target.name} ({', '.join(columns)}){full}{actions}{when}"
+    if later:
+        table.after.append(f"alter table {table.name} add {text};")
+    else:
+        table.constraints.append(text)
     table.references.append(Reference(tuple(names), target.name, columns, actions))
+
+
+def _indexes(draw: Draw, table: Table) -> None:
+    """A plain index or two and a view a table, so that plans and rewriting differ from table to table."""
+    ordered = [
+        c for c in table.columns if c.kind.ordered and c.kind.exact and not (c.generated and "virtual" in c.definition)
+    ]
+    last = ordered[-1].name if ordered else None
+    if last:
+        direction = draw.one("", " desc", " nulls first")
+        table.after.append(f"create index on {table.name} ({last}{direction});")
+        grouped = f"select {last}, count(*) as n from {table.name} group by {last}"
+        table.after.append(f"create view {table.name}_seen as {grouped};")
+    texts = [c for c in table.of_type("text") if not c.generated]
+    if texts and draw.chance(0.3, "index over an expression"):
+        table.after.append(f"create index on {table.name} (lower({texts[0].name}));")
+    if texts and draw.chance(0.3, "index partial"):
+        table.after.append(f"create index on {table.name} ({texts[0].name}) where {texts[0].name} <> '';")

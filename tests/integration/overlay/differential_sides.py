@@ -1,44 +1,41 @@
 """The two sides of the differential test: copied-on-write rollouts, and plain tables with a full copy a
 rollout.
 
-Both run a statement in a savepoint of the call's transaction. Two things of plain PostgreSQL are brought in
-line, since the environment promises more: `now()` is the environment's clock, and a statement that fails
-gives back the sequence numbers it drew (counters are state: they roll back).
+Each side has a connection and real transactions of its own. The overlay's statements take the way of a tool's: the
+SDK's connection with its check, as the tool's role. Two things of plain PostgreSQL are brought in line, since the
+environment promises more: `now()` is the environment's clock, and a statement that fails gives back the sequence
+numbers it drew (counters are state: they roll back).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+import io
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import asyncpg
+from sqlalchemy.exc import DBAPIError
 
 from megamcp import state as overlay
-from tests.integration.overlay.differential_schema import CLOCK
+from megamcp.sdk.database import Database as ToolDatabase
+from megamcp.sdk.database import Lease
+from tests.integration.overlay.differential_openness import Outcome
+from tests.integration.overlay.differential_schema import CLOCK, CLOCK_AT
 
-Dump = tuple[tuple[str, ...], tuple[tuple[str, int, bool], ...]]
+Sequences = tuple[tuple[str, int, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a client sees of one statement: rows in the order they came, or the error's identity."""
+class Dump:
+    """Rows of each table in COPY's text form, and the sequences."""
 
-    tag: str = ""
-    rows: tuple[str, ...] = ()
-    sqlstate: str = ""
-    broken: str = ""
-    """The constraint, or the column for NOT NULL."""
-    message: str = field(default="", compare=False)
+    rows: tuple[bytes, ...]
+    sequences: Sequences
 
 
-class Rejected(Exception):
-    """Raised inside a savepoint to undo it."""
-
-
-async def _run(conn: asyncpg.Connection, sql: str) -> Outcome:
-    statement = await conn.prepare(sql)
-    rows = await statement.fetch()
-    return Outcome(statement.get_statusmsg(), tuple(repr(tuple(map(str, row))) for row in rows))
+def _outcome(count: int, rows: Sequence[Any]) -> Outcome:
+    return Outcome(count, tuple(repr(tuple(map(str, row))) for row in rows))
 
 
 def _failure(error: asyncpg.PostgresError) -> Outcome:
@@ -46,35 +43,40 @@ def _failure(error: asyncpg.PostgresError) -> Outcome:
     return Outcome(sqlstate=error.sqlstate or "", broken=broken, message=str(error))
 
 
-async def execute(conn: asyncpg.Connection, sql: str) -> Outcome:
-    """Run one statement in a savepoint; undo it when it fails."""
-    try:
-        async with conn.transaction():
-            return await _run(conn, sql)
-    except asyncpg.PostgresError as error:
-        return _failure(error)
+_UNREADABLE = Outcome(sqlstate="client", message="the driver can't read this result")
+"""asyncpg can't read composite types that hold a tsvector."""
 
 
-async def contents(conn: asyncpg.Connection, tables: Sequence[str]) -> dict[str, list[str]]:
+def _contents_query(tables: Sequence[str]) -> str:
+    arms = (f"select {n} as n, t::text as row from {table} t" for n, table in enumerate(tables))
+    return f"select n, row from ({' union all '.join(arms)}) u order by 1, 2"
+
+
+Contents = dict[str, list[str]]
+
+
+def _contents(tables: Sequence[str], rows: Sequence[asyncpg.Record]) -> Contents:
     """Every row of every table as text, sorted."""
-    found = {}
-    for table in tables:
-        rows = await conn.fetch(f"select t::text as row from {table} t")
-        found[table] = sorted(row["row"] for row in rows)
+    found: Contents = {table: [] for table in tables}
+    for row in rows:
+        found[tables[row["n"]]].append(row["row"])
     return found
 
 
 class Plain:
     """Plain tables: one PostgreSQL schema a rollout, kept between examples and refilled."""
 
-    def __init__(self, conn: asyncpg.Connection, prefix: str, ddl: str, tables: Sequence[str]) -> None:
+    def __init__(
+        self, conn: asyncpg.Connection, beside: asyncpg.Connection, prefix: str, ddl: str, tables: Sequence[str]
+    ) -> None:
         self.conn = conn
+        self._beside = beside  # sets sequences, so that currval() of `conn` does not see it
         self.tables = tuple(tables)
         self._prefix = prefix
         self.ddl = ddl
         self._made = 0
         self._free: list[str] = []
-        self._inserts: dict[str, tuple[str, str]] = {}
+        self._columns: dict[str, list[str]] = {}
 
     async def make(self) -> str:
         """An empty copy of the schema."""
@@ -84,15 +86,47 @@ class Plain:
         self._made += 1
         async with self.conn.transaction():
             await self.conn.execute(f"drop schema if exists {name} cascade; create schema {name}")
-            await self.enter(name)
+            await self.conn.execute(f"set local search_path = {name}, pg_catalog")
             await self.conn.execute(
                 f"create function {name}.now() returns timestamptz stable parallel safe "
                 f"return '{CLOCK}'::timestamptz; {self.ddl}"
             )
         return name
 
-    async def enter(self, name: str) -> None:
-        await self.conn.execute(f"set local search_path = {name}, pg_catalog")
+    @asynccontextmanager
+    async def entered(self, name: str) -> AsyncIterator[Any]:
+        """A transaction on this copy; the caller ends it."""
+        transaction = self.conn.transaction()
+        await transaction.start()
+        await self.conn.execute(f"set local search_path = {name}, pg_catalog; discard sequences")
+        try:
+            yield transaction
+        finally:
+            if self.conn.is_in_transaction():
+                await transaction.rollback()
+
+    async def execute(self, sql: str) -> Outcome:
+        """In the caller's savepoint."""
+        try:
+            statement = await self.conn.prepare(sql)
+            rows = await statement.fetch()
+        except asyncpg.PostgresError as error:
+            return _failure(error)
+        except asyncpg.UnsupportedClientFeatureError:
+            return _UNREADABLE
+        found = re.match(r"(?:SELECT|UPDATE|DELETE|INSERT \d+) (\d+)", statement.get_statusmsg())
+        return _outcome(int(found[1]) if found else -1, rows)
+
+    async def commit(self, transaction: Any) -> Outcome:
+        try:
+            await transaction.commit()
+        except asyncpg.PostgresError as error:
+            return _failure(error)
+        return Outcome()
+
+    async def contents(self, name: str) -> Contents:
+        tables = [f"{name}.{table}" for table in self.tables]
+        return _contents(self.tables, await self.conn.fetch(_contents_query(tables)))
 
     def give_back(self, name: str) -> None:
         self._free.append(name)
@@ -101,65 +135,60 @@ class Plain:
         for number in range(self._made):
             await self.conn.execute(f"drop schema {self._prefix}_{number} cascade")
 
-    async def sequences(self, name: str) -> tuple[tuple[str, int, bool], ...]:
+    async def sequences(self, name: str) -> Sequences:
         """State of each sequence: a failed statement gives it back, a dump carries it."""
-        rows = await self.conn.fetch(
+        rows = await self._beside.fetch(
             """
             select c.relname, s.last_value, s.is_called
             from pg_class c join pg_namespace n on n.oid = c.relnamespace
             cross join lateral pg_get_sequence_data(c.oid) s
-            where c.relkind = 'S' and n.nspname = $1
+            where c.relkind = 'S' and n.nspname = $1 order by 1
             """,
             name,
         )
         return tuple((row[0], row[1], row[2]) for row in rows)
 
-    async def set_sequences(self, name: str, states: Sequence[tuple[str, int, bool]]) -> None:
-        for sequence, value, called in states:
-            await self.conn.execute(
-                f"select pg_catalog.setval('{name}.{sequence}', {value}, {'true' if called else 'false'})"
-            )
+    async def set_sequences(self, name: str, states: Sequences) -> None:
+        if states != await self.sequences(name):
+            calls = (f"setval('{name}.{s}', {value}, {str(called).lower()})" for s, value, called in states)
+            await self._beside.execute(f"select {', '.join(calls)}")
 
-    async def execute(self, name: str, sql: str) -> Outcome:
-        before = await self.sequences(name)
-        outcome = await execute(self.conn, sql)
-        if outcome.sqlstate:
-            await self.set_sequences(name, before)
-        return outcome
+    async def counters(self, name: str) -> dict[str, int]:
+        """The number each sequence handed out last, as the overlay keeps it."""
+        steps = dict(
+            await self._beside.fetch("select sequencename, increment_by from pg_sequences where schemaname = $1", name)
+        )
+        return {s: value if called else value - steps[s] for s, value, called in await self.sequences(name)}
 
     async def dump(self, name: str) -> Dump:
-        """INSERT statements that give back every row, and the sequences."""
-        statements = []
+        rows = []
         for table in self.tables:
-            select, insert = await self._columns(name, table)
-            rows = [row[0] for row in await self.conn.fetch(f"select {select} from {name}.{table}")]
-            if rows:
-                statements.append(f"{insert} values {', '.join(rows)}")
-        return tuple(statements), await self.sequences(name)
+            columns = ", ".join(f'"{c}"' for c in await self._names(name, table))
+            output = io.BytesIO()
+            await self.conn.copy_from_query(f"select {columns} from {name}.{table}", output=output)
+            rows.append(output.getvalue())
+        return Dump(tuple(rows), await self.sequences(name))
 
     async def restore(self, name: str, dump: Dump) -> None:
-        statements, sequences = dump
-        await self.enter(name)
-        await self.conn.execute("set local session_replication_role = replica")
-        await self.conn.execute("; ".join([*(f"delete from {table}" for table in self.tables), *statements]))
-        await self.conn.execute("set local session_replication_role = origin")
-        await self.set_sequences(name, sequences)
+        async with self.conn.transaction():
+            await self.conn.execute("set local session_replication_role = replica")
+            await self.conn.execute("; ".join(f"delete from {name}.{table}" for table in self.tables))
+            for table, rows in zip(self.tables, dump.rows, strict=True):
+                if rows:
+                    await self.conn.copy_to_table(
+                        table, schema_name=name, columns=await self._names(name, table), source=io.BytesIO(rows)
+                    )
+        await self.set_sequences(name, dump.sequences)
 
-    async def _columns(self, name: str, table: str) -> tuple[str, str]:
-        if table not in self._inserts:
+    async def _names(self, name: str, table: str) -> list[str]:
+        if table not in self._columns:
             rows = await self.conn.fetch(
-                """
-                select quote_ident(attname) from pg_attribute
-                where attrelid = $1::text::regclass and attnum > 0 and not attisdropped and attgenerated = ''
-                order by attnum
-                """,
+                "select attname from pg_attribute where attrelid = $1::text::regclass and attnum > 0"
+                " and not attisdropped and attgenerated = '' order by attnum",
                 f"{name}.{table}",
             )
-            names = [row[0] for row in rows]
-            quoted = " || ', ' || ".join(f"quote_nullable({column}::text)" for column in names)
-            insert = f"insert into {table} ({', '.join(names)}) overriding system value"
-            self._inserts[table] = (f"'(' || {quoted} || ')'", insert)
-        return self._inserts[table]
+            self._columns[table] = [row[0] for row in rows]
+        return self._columns[table]
 
 
 @dataclass(slots=True)
@@ -169,27 +198,32 @@ class Layers:
     chain: list[int]
     head: int
 
+    @property
+    def all(self) -> list[int]:
+        return [*self.chain, self.head]
+
 
 class CopyOnWrite:
     """The same schema, loaded once; a rollout is a list of layers."""
 
-    def __init__(self, conn: asyncpg.Connection, state: Any) -> None:
+    def __init__(self, conn: asyncpg.Connection, tools: ToolDatabase, state: Any) -> None:
         self.conn = conn
+        self.tools = tools
         self.state = state
 
     @classmethod
-    async def load(cls, conn: asyncpg.Connection, ddl: str, seeds: Sequence[str]) -> "CopyOnWrite":
+    async def load(cls, conn: asyncpg.Connection, tools: ToolDatabase, ddl: str, seeds: Sequence[str]) -> "CopyOnWrite":
         async with conn.transaction():
             state = await overlay.load(
                 conn,
                 ddl=ddl,
                 seeds=seeds,
-                clock=datetime.fromisoformat(CLOCK),
+                clock=CLOCK_AT,
                 seed=7,
                 tool_password="differential",
                 query_password="differential",
             )
-        return cls(conn, state)
+        return cls(conn, tools, state)
 
     async def unload(self) -> None:
         async with self.conn.transaction():
@@ -199,28 +233,63 @@ class CopyOnWrite:
         number: int = await self.conn.fetchval("select nextval('megamcp.layer_seq')")
         return number
 
-    async def enter(self, rollout: Layers, writable: bool = True) -> None:
-        """Bind the transaction to the rollout and become the tool."""
-        await self.conn.execute("reset role")
-        await self.conn.execute(
-            "select megamcp.bind($1, $2, $3, $4, $5)",
-            [*rollout.chain, rollout.head],
-            rollout.head,
-            7,
-            datetime.fromisoformat(CLOCK),
-            writable,
-        )
-        await self.conn.execute(f"set local search_path = v_{self.state.hash}, pg_catalog")
-        await self.conn.execute(f"set local role {self.state.tool_role}")
+    @asynccontextmanager
+    async def entered(self, rollout: Layers, *, writable: bool = True) -> AsyncIterator[tuple[Lease, Any]]:
+        """A transaction that is bound to the rollout and acts as its tool; the caller ends it."""
+        async with self.tools.lease() as lease:
+            transaction = lease.driver.transaction()
+            await transaction.start()
+            try:
+                await lease.driver.execute(
+                    "select megamcp.bind($1, $2, $3, $4, $5)", rollout.all, rollout.head, 7, CLOCK_AT, writable
+                )
+                await lease.driver.execute(
+                    f"set local search_path = {self.state.visible_schema}, pg_catalog, pg_temp;"
+                    f"set local role {self.state.tool_role}"
+                )
+                yield lease, transaction
+            finally:
+                if lease.driver.is_in_transaction():
+                    await transaction.rollback()
+                lease.keep = True
+
+    async def execute(self, lease: Lease, sql: str) -> Outcome:
+        """In the caller's savepoint. Raises UnsupportedStatement."""
+        try:
+            result = await lease.db.exec_driver_sql(sql)
+            rows = result.fetchall() if result.returns_rows else []
+        except DBAPIError as error:
+            cause = error.orig.__cause__ if error.orig else None
+            if isinstance(cause, asyncpg.UnsupportedClientFeatureError):
+                return _UNREADABLE
+            if not isinstance(cause, asyncpg.PostgresError):
+                raise
+            return _failure(cause)
+        return _outcome(result.rowcount, rows)
+
+    async def commit(self, transaction: Any) -> Outcome:
+        try:
+            await transaction.commit()
+        except asyncpg.PostgresError as error:
+            return _failure(error)
+        return Outcome()
+
+    async def contents(self, rollout: Layers, tables: Sequence[str]) -> Contents:
+        async with self.entered(rollout, writable=False) as (lease, _):
+            return _contents(tables, await lease.driver.fetch(_contents_query(tables)))
 
     async def freeze(self, rollout: Layers) -> None:
         """A checkpoint: the head joins the chain unless it holds nothing."""
         async with self.conn.transaction():
-            frozen = await overlay.freeze(self.conn, self.state, [*rollout.chain, rollout.head], rollout.head)
+            frozen = await overlay.freeze(self.conn, self.state, rollout.all, rollout.head)
         if frozen.rows:
             rollout.chain.append(rollout.head)
             rollout.head = await self.layer()
 
-    async def digest(self, rollout: Layers) -> int:
-        value: int = await overlay.digest(self.conn, self.state, [*rollout.chain, rollout.head])
+    async def digest(self, chain: Sequence[int]) -> int:
+        value: int = await overlay.digest(self.conn, self.state, chain)
         return value
+
+    async def counters(self, chain: Sequence[int]) -> dict[str, int]:
+        found = await overlay.counters(self.conn, self.state, chain)
+        return {k.removeprefix("sequence:"): v for k, v in found.items() if k.startswith("sequence:")}

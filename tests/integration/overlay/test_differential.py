@@ -1,17 +1,17 @@
 """The same random programs on copied-on-write rollouts and on plain tables give the same answers.
 
-A program opens rollouts over a random schema and calls, checkpoints, forks and rolls back; each call is a
-transaction of one to three random statements. After every call the rows of the rollout's tables are
-compared, and command tags, RETURNING rows, SQLSTATE and constraint of every statement. `FUZZ_SECONDS=600
-pytest …` searches on with other seeds; a find is told as schema, statements and both results, and becomes a
-test in `test_differential_regressions.py`.
+A program of 50 to 200 statements opens rollouts over a random schema and calls, checkpoints, forks and rolls
+back; each call is a transaction. After every call the rows and sequences of the rollout are compared, and of every
+statement its count, RETURNING rows, SQLSTATE and constraint. `make fuzz SECONDS=600` searches on with other seeds; a
+find is told as schema, statements and both results, and becomes a test in `test_differential_regressions.py`.
+What was run, refused and allowed to differ is printed at the end.
 """
 
 import asyncio
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 import hypothesis
@@ -20,14 +20,30 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.overlay.differential_database import Database
-from tests.integration.overlay.differential_programs import seed_insert, statement
-from tests.integration.overlay.differential_run import Call, Checkpoint, Fork, Pair, Rollback, Step
+from tests.integration.overlay.differential_features import accepted
+from tests.integration.overlay.differential_programs import Statement, seed_insert, statement
+from tests.integration.overlay.differential_report import Report
+from tests.integration.overlay.differential_run import (
+    Call,
+    Checkpoint,
+    Fork,
+    Pair,
+    Rewrite,
+    Rollback,
+    Savepoint,
+    Step,
+    Undo,
+)
 from tests.integration.overlay.differential_schema import schema
 
 FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
-SCHEMAS = 40
-EXAMPLES = 300
-BASE_ROWS = 25
+FUZZ_WORKERS = int(os.environ.get("FUZZ_WORKERS", "1"))
+SCHEMAS = 12
+EXAMPLES = 48
+"""A fixed budget: about 45 s of one core."""
+BASE_ROWS = 12
+BLOCK = 6
+"""Schemas that are loaded at a time in a longer search."""
 
 settings.register_profile(
     "overlay",
@@ -39,20 +55,45 @@ settings.register_profile(
 )
 
 numbers = st.integers(0, 7)
-calls = st.tuples(numbers, st.lists(st.integers(0, 9_999), min_size=1, max_size=3))
-steps = st.lists(
-    st.one_of(
-        calls,
-        calls,
-        calls,
-        calls,
-        st.builds(Checkpoint, numbers),
-        st.builds(Fork, numbers),
-        st.builds(Rollback, numbers),
-    ),
-    min_size=4,
-    max_size=24,
+statements = st.integers(0, 999_999)
+acts = st.one_of(
+    *[statements] * 20,
+    *[st.builds(Call, numbers, st.just(()))] * 5,
+    st.builds(Savepoint),
+    st.builds(Undo),
+    st.builds(Checkpoint, numbers),
+    st.builds(Checkpoint, numbers),
+    st.builds(Fork, numbers),
+    st.builds(Rollback, numbers),
+    st.builds(Rewrite, numbers, numbers),
+    st.none(),
 )
+"""A number is a statement, an empty Call begins the next transaction, None is nothing (programs shrink to it)."""
+Act = int | Step | Savepoint | Undo | None
+programs = st.lists(acts, min_size=80, max_size=260)
+
+
+def program(drawn: list[Act], write: Callable[[int], Statement]) -> list[Step]:
+    """Statements gather in a call; whatever is no part of a call ends it."""
+    steps: list[Step] = []
+    rollout, gathered = 0, []
+    for act in [*drawn, Call(0, ())]:
+        match act:
+            case None:
+                pass
+            case int():
+                gathered.append(write(act))
+            case Savepoint() | Undo():
+                gathered.append(act)
+            case _:
+                if gathered:
+                    steps.append(Call(rollout, tuple(gathered)))
+                    gathered = []
+                if isinstance(act, Call):
+                    rollout = act.rollout
+                else:
+                    steps.append(act)
+    return steps
 
 
 class Search:
@@ -62,23 +103,24 @@ class Search:
         self._runner = runner
         self._database = database
         self._pairs: dict[int, Pair] = {}
+        self.taken, refused = runner.run(accepted(database.connection))
+        self.report = Report(not_taken=refused)
 
-    def run(self, number: int, drawn: list[tuple[int, list[int]] | Step]) -> None:
-        made = schema(number)
-        program = [
-            Call(step[0], tuple(statement(made, seed) for seed in step[1])) if isinstance(step, tuple) else step
-            for step in drawn
-        ]
-        self._runner.run(self._pair(number).run(program))
+    def run(self, number: int, drawn: list[Act]) -> None:
+        made = schema(number, self.taken)
+        steps = program(drawn, lambda seed: statement(made, seed))
+        self._runner.run(self._pair(number).run(steps))
 
     def _pair(self, number: int) -> Pair:
         if number not in self._pairs:
-            made, random = schema(number), Random(number)
-            seeds = [seed_insert(random, table) for _ in range(BASE_ROWS) for table in made.tables]
-            loading = Pair.load(
-                self._database.connection, f"plain_{number}", made.ddl, [t.name for t in made.tables], seeds
-            )
+            made, random = schema(number, self.taken), Random(number)
+            seeds = [seed_insert(random, made, table) for _ in range(BASE_ROWS) for table in made.tables]
+            names = [t.name for t in made.tables]
+            ddl = made.ddl
+            loading = Pair.load(self._database, f"plain_{number}", ddl, names, seeds, self.report)
             self._pairs[number] = self._runner.run(loading)
+            self.report.schemas += 1
+            self.report.tables += len(made.tables)
         return self._pairs[number]
 
     def forget(self) -> None:
@@ -89,13 +131,14 @@ class Search:
 
 
 @pytest.fixture
-def search(postgres_dsn: str) -> Iterator[Search]:
+def search(postgres_dsn: str, record_property: Callable[[str, object], None]) -> Iterator[Search]:
     with asyncio.Runner() as runner:
         database = runner.run(Database.create(postgres_dsn))
         made = Search(runner, database)
         try:
             yield made
         finally:
+            record_property("report", f"differential search\n{made.report.text()}")
             made.forget()
             runner.run(database.drop())
 
@@ -104,28 +147,29 @@ def search(postgres_dsn: str) -> Iterator[Search]:
 @pytest.mark.timeout(300)
 def test_random_programs_agree_with_plain_tables(search: Search) -> None:
     @settings(settings.get_profile("overlay"))
-    @given(st.integers(0, SCHEMAS - 1), steps)
-    def programs(number: int, drawn: list[tuple[int, list[int]] | Step]) -> None:
+    @given(st.integers(0, SCHEMAS - 1), programs)
+    def agree(number: int, drawn: list[Act]) -> None:
         search.run(number, drawn)
 
-    programs()
+    agree()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.skipif(not FUZZ_SECONDS, reason="set FUZZ_SECONDS to search longer than CI does")
-def test_a_longer_search_finds_no_difference(search: Search) -> None:
+@pytest.mark.parametrize("worker", range(FUZZ_WORKERS))
+def test_a_longer_search_finds_no_difference(search: Search, worker: int) -> None:
     end = time.monotonic() + FUZZ_SECONDS
     start = int(os.environ.get("FUZZ_SEED", str(time.time_ns() % 1_000_000)))
-    for turn in itertools.count(start):
+    for turn in itertools.count(start + worker, FUZZ_WORKERS):
         if time.monotonic() > end:
             return
 
         @hypothesis.seed(turn)
-        @settings(settings.get_profile("overlay"), derandomize=False, max_examples=60)
-        @given(st.integers(turn * 8, turn * 8 + 7), steps)
-        def programs(number: int, drawn: list[tuple[int, list[int]] | Step]) -> None:
+        @settings(settings.get_profile("overlay"), derandomize=False, max_examples=24)
+        @given(st.integers(turn * BLOCK, turn * BLOCK + BLOCK - 1), programs)
+        def agree(number: int, drawn: list[Act]) -> None:
             search.run(number, drawn)
 
-        programs()
+        agree()
         search.forget()

@@ -25,12 +25,12 @@ def compare(postgres_dsn: str) -> Iterator[Compare]:
         def run(ddl: str, tables: Sequence[str], seeds: Sequence[str], steps: Sequence[Step]) -> None:
             nonlocal made
             made += 1
-            pair = runner.run(Pair.load(database.connection, f"found_{made}", ddl, tables, seeds))
+            pair = runner.run(Pair.load(database, f"found_{made}", ddl, tables, seeds))
             try:
                 runner.run(pair.run(steps))
             finally:
                 runner.run(pair.unload())
-            assert not pair.skipped, "a statement of this test is refused"
+            assert not pair.report.refused, "a statement of this test is refused"
 
         yield run
         runner.run(database.drop())

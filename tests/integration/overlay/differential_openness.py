@@ -1,0 +1,91 @@
+"""What PostgreSQL itself leaves open, in one place: the classes of differences that are no mismatch.
+
+Each has its reason, is asked for by the statement or shown by the outcomes, and is counted whenever it is
+used; the report prints the counts. Everything else that differs is a mismatch.
+"""
+
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Openness(Enum):
+    """What a statement's result depends on beside the rows."""
+
+    EXACT = "exact"
+    """One result only."""
+    FIRST_FAILURE = "first failure"
+    """Several rows are written: which of several broken constraints is told depends on their order."""
+    EVENT_ORDER = "event order"
+    """Several rows leave while rows that refer to them leave, change or come: PostgreSQL fires its foreign keys'
+    events row by row, so whether a cascade comes before a check depends on the order of rows."""
+    KEY_SHIFT = "key shift"
+    """Several unique keys move at once: whether they clash on the way depends on the order of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    sql: str
+    openness: Openness = Openness.EXACT
+    construct: str = "by hand"
+    """What the report counts it as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a client sees of one statement: count, rows in the order they came, or the error's identity."""
+
+    count: int = -1
+    rows: tuple[str, ...] = ()
+    sqlstate: str = ""
+    broken: str = ""
+    """The constraint, or the column for NOT NULL."""
+    message: str = field(default="", compare=False)
+
+
+class Allowed(Enum):
+    """Why a difference is none."""
+
+    ANOTHER_ROW_FAILED_FIRST = (
+        "both sides fail, each on a rule that some row breaks; which row comes first is the heap's"
+    )
+    KEYS_CLASHED_ON_THE_WAY = "keys that move at once clash or don't, by the order of rows"
+    EVENTS_IN_ANOTHER_ORDER = "a cascade came before or after a check, by the order of rows"
+    FIXED_COLUMN = (
+        "a value for a generated or ALWAYS column: PostgreSQL refuses the plan, the overlay the first such row"
+    )
+    NO_FULL_JOIN = "MERGE without an equality to join by: PostgreSQL plans it only where NOT NULL decides the condition"
+    REFUSED_WHEN_RUN = "the overlay refuses with 0A000, the construct and the way out"
+    DRAWN_IN_VAIN = "currval() and lastval() after a statement that failed: the overlay gives its numbers back"
+
+
+REFUSALS = re.compile(r"two parts of one command write table")
+"""Messages of the refusals at run time, so that no other 0A000 passes for one."""
+
+_OF_A_ROW = ("22", "23", "21000", "428C9")
+_EVENT_CODES = {"23505", "23503", "23001"}
+
+
+def allowed(expected: Outcome, found: Outcome, statement: Statement, failed_before: bool) -> Allowed | None:
+    """Why these outcomes of one statement may differ, or None when they may not."""
+    if found.sqlstate == "0A000" and "FULL JOIN" in found.message:
+        return Allowed.NO_FULL_JOIN
+    if found.sqlstate == "0A000" and REFUSALS.search(found.message):
+        return Allowed.REFUSED_WHEN_RUN
+    if expected.sqlstate == "428C9" and (found.sqlstate or (found.count < 1 and not found.rows)):
+        return Allowed.FIXED_COLUMN
+    if failed_before and re.search(r"\b(currval|lastval)\b", statement.sql):
+        return Allowed.DRAWN_IN_VAIN
+    if statement.openness is Openness.EXACT:
+        return None
+    if expected.sqlstate and found.sqlstate:
+        both = expected.sqlstate.startswith(_OF_A_ROW) and found.sqlstate.startswith(_OF_A_ROW)
+        return Allowed.ANOTHER_ROW_FAILED_FIRST if both else None
+    if not expected.sqlstate and not found.sqlstate:
+        return None
+    code = expected.sqlstate or found.sqlstate
+    if statement.openness is Openness.KEY_SHIFT and code == "23505":
+        return Allowed.KEYS_CLASHED_ON_THE_WAY
+    if statement.openness is Openness.EVENT_ORDER and code in _EVENT_CODES:
+        return Allowed.EVENTS_IN_ANOTHER_ORDER
+    return None

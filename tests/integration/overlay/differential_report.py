@@ -1,0 +1,41 @@
+"""What a search did, in numbers: nothing is left out of it silently."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tests.integration.overlay.differential_openness import Allowed
+
+
+@dataclass(slots=True)
+class Report:
+    schemas: int = 0
+    tables: int = 0
+    programs: int = 0
+    statements: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    """Failed on both sides with the same error."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Refused by the overlay's statement check, so run on neither side."""
+    allowed: Counter[Allowed] = field(default_factory=Counter)
+    steps: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+    taken: Counter[str] = field(default_factory=Counter)
+    """Schemas by construct that their DDL holds."""
+    not_taken: Mapping[str, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        total = sum(self.statements.values())
+        lines = [
+            f"{self.programs} programs over {self.schemas} schemas ({self.tables} tables), {total} statements",
+            "steps: " + ", ".join(f"{n} {name}" for name, n in sorted(self.steps.items())),
+            "statements (of which failed alike / refused): "
+            + ", ".join(
+                f"{name} {self.statements[name]} ({self.failed[name]}/{self.refused[name]})"
+                for name in sorted(self.statements | self.refused)
+            ),
+            "errors alike: " + ", ".join(f"{code} {n}" for code, n in self.codes.most_common()),
+            *(f"allowed {n} times: {why.name} ({why.value})" for why, n in self.allowed.most_common()),
+            *(f"not taken: {name}: {reason[:160]}" for name, reason in sorted(self.not_taken.items())),
+        ]
+        return "\n".join(lines)
