@@ -60,7 +60,11 @@ DIRECTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("megamcp.sdk", "megamcp.errors", "megamcp.state.statements", "megamcp.__version__"),
         ("fastapi", "starlette", "mcp", "aiohttp", "httpx"),
     ),
-    ("megamcp/state", ("megamcp.state", "megamcp.errors"), ("sqlalchemy", "fastapi", "starlette", "mcp", "aiohttp")),
+    (
+        "megamcp/state",
+        ("megamcp.state", "megamcp.errors", "megamcp.failpoints"),
+        ("sqlalchemy", "fastapi", "starlette", "mcp", "aiohttp"),
+    ),
     ("megamcp/postgres", ("megamcp.postgres", "megamcp.errors"), ("sqlalchemy", "fastapi", "mcp", "aiohttp")),
     (
         "megamcp/relay",

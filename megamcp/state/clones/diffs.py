@@ -1,0 +1,81 @@
+"""Rows of the log as JSON: what a diff shows.
+
+Runs on a connection of the database's hand, since types of the user's own may have casts to JSON. Generated columns are
+left out: the log doesn't have them.
+"""
+
+import json
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+import asyncpg
+
+from megamcp.state.names import ident
+from megamcp.state.schema import Change, TableDiff
+
+_SHAPE = """select c.oid::regclass::text as name, n.nspname as schema, c.relname as table,
+       (select array_agg(a.attname order by a.attnum) from pg_attribute a
+         where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped and a.attgenerated = '') as columns,
+       megamcp.key_columns(c.oid) as key
+  from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.oid = $1"""
+
+
+async def by_table(hand: asyncpg.Connection, plan: Sequence[Any], limit: int) -> dict[str, TableDiff]:
+    """One diff a relation of the plan (`megamcp.plan`)."""
+    found: dict[str, TableDiff] = {}
+    for row in plan:
+        shape = await hand.fetchrow(_SHAPE, row["relation"])
+        name = shape["table"] if shape["schema"] == "public" else f"{shape['schema']}.{shape['table']}"
+        rows = await hand.fetch(_query(shape, limit), row["less"] or [], row["more"] or [])
+        pairs = [(_row(r["before"]), _row(r["after"])) for r in rows]
+        total = rows[0]["total"] if rows else 0
+        found[name] = TableDiff(
+            added=tuple(y for x, y in pairs if x is None and y is not None),
+            removed=tuple(x for x, y in pairs if x is not None and y is None),
+            changed=tuple(Change(x, y) for x, y in pairs if x is not None and y is not None),
+            total=total,
+            truncated=total > len(rows),
+        )
+    return dict(sorted(found.items()))
+
+
+def inverse(diff: TableDiff) -> TableDiff:
+    """The same diff read the other way."""
+    return TableDiff(
+        added=diff.removed,
+        removed=diff.added,
+        changed=tuple(Change(change.after, change.before) for change in diff.changed),
+        total=diff.total,
+        truncated=diff.truncated,
+    )
+
+
+def _query(shape: Any, limit: int) -> str:
+    """Query over ($1 images before, $2 images after): pairs of rows with one key. Rows without a key never pair."""
+    columns = [ident(name) for name in shape["columns"]]
+    key = [ident(name) for name in shape["key"] or ()]
+
+    count, whole = ident("mm~n"), ident("mm~v")  # beside the user's own columns
+
+    def side(parameter: str, lead: str) -> str:
+        keys = ", ".join(f"d.{name} as k{n}" for n, name in enumerate(key))
+        text = f"textin(record_out(row({', '.join(f'd.{name}' for name in key)})))" if key else f"'{lead}' || d.{count}"
+        values = ", ".join(f"d.{name}" for name in columns)
+        return (
+            f"(select {text} as k, {keys + ', ' if keys else ''}d.{count} as n, row_to_json({whole})::text as json"
+            f" from (select x.*, row_number() over () as {count}"
+            f" from megamcp.rows_of({parameter}, null::{shape['name']}) x) d,"
+            f" lateral (select {values}) {whole})"
+        )
+
+    order = ", ".join(f"coalesce(l.k{n}, m.k{n})" for n in range(len(key))) or "l.n, m.n"
+    return (
+        f"select l.json as before, m.json as after, count(*) over () as total"
+        f" from {side('$1::text[]', '-')} l full join {side('$2::text[]', '+')} m using (k)"
+        f" order by {order} limit {int(limit)}"
+    )
+
+
+def _row(text: str | None) -> dict[str, Any] | None:
+    return None if text is None else json.loads(text, parse_float=Decimal)

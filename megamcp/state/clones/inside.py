@@ -1,0 +1,165 @@
+"""What can be asked of one database from inside: marks, the way back, changes, calls.
+
+Works on a connection of the superuser that reads and writes schema megamcp alone. Whatever touches a user's rows goes
+by the database's hand (see `logins`): putting rows in, and turning them into JSON, may run functions of the user's.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import asyncpg
+
+from megamcp.errors import Conflict
+from megamcp.state.clones import diffs
+from megamcp.state.clones.types import CallRow, Mark
+from megamcp.state.schema import TableDiff
+
+HandSession = Callable[[], AbstractAsyncContextManager[asyncpg.Connection]]
+
+_CALLS = """select id, nonce, rollout, server, epoch, mode, tool, arguments, outcome, result, is_error, idempotency_key,
+    fingerprint, began, ended from megamcp.calls where id > $1 order by id"""
+_SEQUENCES = """select case when n.nspname = 'public' then '' else n.nspname || '.' end || c.relname as name,
+       case when d.is_called then d.last_value else d.last_value - q.seqincrement end as value
+  from pg_class c join pg_namespace n on n.oid = c.relnamespace join pg_sequence q on q.seqrelid = c.oid,
+       lateral pg_get_sequence_data(c.oid) d
+ where c.relkind = 'S' and c.relpersistence <> 't'
+   and n.nspname not in ('pg_catalog', 'information_schema', 'megamcp')"""
+# A temporary table would outlive the rewind in its session.
+_END_SESSIONS = """select pg_terminate_backend(a.pid, 2000) from pg_stat_get_activity(null) a
+   join pg_database d on d.oid = a.datid join pg_authid u on u.oid = a.usesysid
+  where d.datname = current_database() and not u.rolsuper and u.rolname <> current_database() || '_hand'
+    and exists (select from pg_class where relpersistence = 't')"""
+_PATH_CALLS = """select c.id, nonce, rollout, server, epoch, mode, tool, arguments, outcome, result, is_error,
+    idempotency_key, fingerprint, began, ended
+  from megamcp.calls c, megamcp.marks m
+ where m.position = $2 and c.id > $1 and c.id <= m.call and megamcp.on_path(m.segment, c.segment, c.id) order by c.id"""
+_COPY_CALL = """insert into megamcp.calls (id, nonce, rollout, server, epoch, segment, mode, tool, arguments, outcome,
+    result, is_error, idempotency_key, fingerprint, began, ended) overriding system value
+  select $1, $2, $3, $4, $5, h.segment, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15 from megamcp.here h"""
+
+
+class Inside:
+    """One database. What moves it (`mark`, `rewind`, `redo`, `bind`) wants the lock of `Cluster.hold`."""
+
+    def __init__(self, connection: asyncpg.Connection, hand: HandSession) -> None:
+        self.connection = connection
+        self._hand = hand
+
+    async def mark(self) -> Mark:
+        """A position to come back to: the last one where nothing happened since."""
+        row = await self.connection.fetchrow("select * from megamcp.mark()")
+        total = None if row["sum"] is None else int(row["sum"])
+        return Mark(row["position"], row["written"], row["exact"], total, row["call"])
+
+    async def bind(self, rollout: str, server: str, epoch: int) -> None:
+        """Say whose database this is. Handles of anybody else, or of an older epoch, are refused from now on."""
+        await self.connection.execute(
+            "update megamcp.here set rollout = $1, server = $2, epoch = $3", rollout, server, epoch
+        )
+
+    async def reachable(self, position: int) -> bool:
+        """Whether `rewind` can get there: a mark, and nothing after it that can't be undone row by row."""
+        return bool(await self.connection.fetchval("select megamcp.reachable($1)", position))
+
+    async def rewind(self, position: int) -> None:
+        """Put rows and sequences back, in place. Whole or not at all, but for sequences, which a second run sets.
+
+        Raises `Conflict` (`not_reachable`, `not_exact`).
+        """
+        if not await self.reachable(position):
+            raise Conflict(f"Position {position} can't be reached row by row.", code="not_reachable")
+        await self.connection.execute(_END_SESSIONS)
+        async with self._hand() as hand, hand.transaction():
+            await _exactly(hand.execute("select megamcp.rewind($1)", position))
+        await self.connection.execute("select megamcp.restore_sequences($1)", position)
+
+    async def redo(self, source: "Inside", after: int, upto: int) -> None:
+        """Bring this database from the state that `source` had at `after` to the one that it had at `upto`.
+
+        Both must come from one clone, with no DDL between `after` and `upto`. Calls of the path come along.
+        """
+        if await source.connection.fetchval(
+            "select exists (select from megamcp.log where id > $1 and id <= $2 and barrier is not null)", after, upto
+        ):
+            raise Conflict(f"What happened after {after} can't be redone row by row.", code="not_reachable")
+        plan = await source.connection.fetch("select * from megamcp.plan($1, $2)", after, upto)
+        target = await source.connection.fetchrow(
+            "select sequences::text, sum from megamcp.marks where position = $1", upto
+        )
+        if target is None:
+            raise Conflict(f"There is no mark at {upto}.", code="not_reachable")
+        async with self._hand() as hand, hand.transaction():
+            for row in plan:
+                await _exactly(
+                    hand.execute("select megamcp.apply($1, $2, $3)", row["relation"], row["less"], row["more"])
+                )
+        await self.connection.execute("select megamcp.set_sequences($1::text::jsonb)", target["sequences"])
+        last = await self.connection.fetchval("select coalesce(max(id), 0) from megamcp.calls")
+        calls = await source.connection.fetch(_PATH_CALLS, last, upto)
+        await self.connection.executemany(_COPY_CALL, [tuple(row.values()) for row in calls])
+        await self.connection.execute(
+            "select setval(pg_get_serial_sequence('megamcp.calls', 'id'), greatest($1::bigint, 1), $1 > 0)",
+            max([last, *(row["id"] for row in calls)]),
+        )
+        mark = await self.mark()
+        if None not in (mark.digest, target["sum"]) and mark.digest != int(target["sum"]):
+            raise Conflict(f"The rows at {upto} could not be made again exactly.", code="not_exact")
+
+    async def changes(self, a: int, b: int, limit: int) -> dict[str, TableDiff] | None:
+        """Rows that differ between two marks, by key, at most `limit` a table. None where DDL came after the first."""
+        first, last = min(a, b), max(a, b)
+        if not await self.reachable(first):
+            return None
+        plan = await self.connection.fetch("select * from megamcp.plan($1, $2)", first, last)
+        if not plan:
+            return {}
+        async with self._hand() as hand, hand.transaction(readonly=True):
+            found = await diffs.by_table(hand, plan, limit)
+        return found if a <= b else {name: diffs.inverse(one) for name, one in found.items()}
+
+    async def calls(self, after: int) -> list[CallRow]:
+        """Calls with an id above `after`, in order."""
+        return [CallRow(*row.values()) for row in await self.connection.fetch(_CALLS, after)]
+
+    async def tell(self, nonces: Sequence[Any], reason: str) -> None:
+        """Say why calls are about to be ended: words, or a whole result. `call_fail` then records that."""
+        await self.connection.executemany(
+            "insert into megamcp.ended_calls values ($1, $2) on conflict (nonce) do nothing",
+            [(nonce, reason) for nonce in nonces],
+        )
+
+    async def end_call(self, nonce: Any) -> bool:
+        """End the backend that runs a call, or waits to. Says whether there was one."""
+        return bool(await self.connection.fetchval("select megamcp.end_call($1)", nonce))
+
+    async def call_fail(self, handle: str, tool: str, arguments: str, error: str) -> tuple[bool, str, bool]:
+        """See `megamcp.call_fail`: (recorded, result, is_error)."""
+        row = await self.connection.fetchrow(
+            "select * from megamcp.call_fail($1, $2, $3, $4)", handle, tool, arguments, error
+        )
+        return row["recorded"], row["result"], row["is_error"]
+
+    async def digest(self) -> int:
+        """128-bit sum of all rows, read from the tables."""
+        return int(await self.connection.fetchval("select megamcp.digest()"))
+
+    async def sequences(self) -> dict[str, int]:
+        """The value that each sequence handed out last."""
+        return {row["name"]: row["value"] for row in await self.connection.fetch(_SEQUENCES)}
+
+
+async def _exactly(work: Any) -> None:
+    """Run what puts rows back; an error of it is a state that can't be put back."""
+    try:
+        await work
+    except asyncpg.PostgresError as error:
+        if (error.sqlstate or "")[:2] in ("08", "53", "57", "58"):
+            raise
+        raise Conflict(
+            f"The rows can't be put back: {error}",
+            code="not_exact",
+            hint="A check, domain or index of the environment refuses rows that it once accepted, or a trigger that is"
+            " ENABLE ALWAYS changed them.",
+            sqlstate=error.sqlstate,
+        ) from error

@@ -1,0 +1,68 @@
+"""Roles of the cluster's databases, as SQL.
+
+- `mm_owner` (no login) owns what users make, in every database; it has no rights on anything that databases share.
+- A database's login may connect to that database alone, and works as `mm_owner`.
+- A database's *hand* puts rows back in it. Putting rows in may run functions of the user's (in indexes, checks,
+  domains), so it is never done with the superuser's rights, and a hand reaches one database as a login does.
+- `mm_hands` (no login): the functions of schema megamcp that hands may call.
+"""
+
+import base64
+import hashlib
+import hmac
+import secrets
+
+from megamcp.state.names import ident, literal
+
+OWNER = "mm_owner"
+HANDS = "mm_hands"
+_ITERATIONS = 4096
+
+
+def hand(database: str) -> str:
+    """Name of the role that puts rows back in a database."""
+    return f"{database}_hand"
+
+
+def scram_verifier(password: str, *, iterations: int = _ITERATIONS) -> str:
+    """What PostgreSQL stores of a password (RFC 5803), so that the password itself is in no statement and no log."""
+    salt = secrets.token_bytes(16)
+    salted = hashlib.pbkdf2_hmac("sha256", password.encode(), salt, iterations)
+    stored = hashlib.sha256(hmac.digest(salted, b"Client Key", "sha256")).digest()
+    server = hmac.digest(salted, b"Server Key", "sha256")
+    texts = (base64.b64encode(part).decode() for part in (salt, stored, server))
+    return "SCRAM-SHA-256${}:{}${}:{}".format(iterations, *texts)
+
+
+def group(role: str) -> str:
+    """Make a role without a login, unless it's there."""
+    return f"""do $do$ begin
+      if not exists (select from pg_roles where rolname = {literal(role)}) then
+        create role {ident(role)} nologin;
+      end if;
+    exception when duplicate_object or unique_violation then null; end $do$;"""
+
+
+def login(database: str, role: str, password: str, *, exists: bool) -> str:
+    """Make a login of a database, or renew it: its password, its right to connect, and that it works as the owner."""
+    verb = "alter" if exists else "create"
+    role_sql, database_sql = ident(role), ident(database)
+    return (
+        f"{verb} role {role_sql} login password {literal(scram_verifier(password))};"
+        f"grant {OWNER} to {role_sql} with inherit true, set true;"
+        f"alter role {role_sql} reset all; alter role {role_sql} in database {database_sql} reset all;"
+        f"grant connect on database {database_sql} to {role_sql};"
+        f"alter role {role_sql} in database {database_sql} set role = {literal(OWNER)};"
+    )
+
+
+def hand_login(database: str, password: str, *, exists: bool) -> str:
+    """Make the hand of a database, or renew it. Triggers of the user's and foreign keys are quiet for it."""
+    verb = "alter" if exists else "create"
+    role = ident(hand(database))
+    return (
+        f"{verb} role {role} login bypassrls password {literal(scram_verifier(password))};"
+        f"grant {OWNER}, {HANDS} to {role} with inherit true, set false;"
+        f"alter role {role} reset all; alter role {role} set session_replication_role = 'replica';"
+        f"grant connect on database {ident(database)} to {role};"
+    )

@@ -1,0 +1,43 @@
+-- What DDL means for the log: a barrier, and triggers on what is new. Also what DDL may not touch.
+--
+-- The functions switch event triggers off for their own DDL; a user can't (the setting is the superuser's).
+
+-- Commands that would reach out of the database, or hand out rights that are ours.
+create function megamcp.before_ddl() returns event_trigger
+language plpgsql security definer set search_path = pg_catalog, pg_temp set event_triggers = off as $$
+begin
+    raise exception using errcode = '42501', message = format('%s is not allowed here', tg_tag),
+        hint = 'Extensions, languages and the like belong to the environment''s own SQL files.';
+end $$;
+
+create function megamcp.after_ddl() returns event_trigger
+language plpgsql security definer set search_path = pg_catalog, pg_temp set event_triggers = off as $$
+begin
+    if exists (select from pg_event_trigger_ddl_commands() c
+                where c.schema_name = 'megamcp' or c.object_identity = 'megamcp' and c.object_type = 'schema') then
+        raise exception using errcode = '42501', message = 'schema megamcp belongs to the gateway';
+    end if;
+    if exists (select from pg_event_trigger_ddl_commands() c where c.schema_name is distinct from 'pg_temp') then
+        perform megamcp.log_barrier(tg_tag);
+        perform megamcp.watch();
+    end if;
+end $$;
+
+create function megamcp.after_drop() returns event_trigger
+language plpgsql security definer set search_path = pg_catalog, pg_temp set event_triggers = off as $$
+begin
+    if exists (select from pg_event_trigger_dropped_objects() d where d.schema_name = 'megamcp'
+                  and d.object_type not in ('trigger')) then
+        raise exception using errcode = '42501', message = 'schema megamcp belongs to the gateway';
+    end if;
+    if exists (select from pg_event_trigger_dropped_objects() d where not d.is_temporary) then
+        perform megamcp.log_barrier(tg_tag);
+        perform megamcp.watch();
+    end if;
+end $$;
+
+create function megamcp.after_rewrite() returns event_trigger
+language plpgsql security definer set search_path = pg_catalog, pg_temp set event_triggers = off as $$
+begin
+    perform megamcp.log_barrier(tg_tag);
+end $$;
