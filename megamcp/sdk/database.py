@@ -27,9 +27,11 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, InvalidatePoolError, InvalidRequestError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.util import await_only
 
 from megamcp.errors import MegaMCPError
 from megamcp.sdk.results import CallRefused
+from megamcp.state import rewrites
 from megamcp.state.statements import check_statement
 
 log = logging.getLogger(__name__)
@@ -99,11 +101,12 @@ class Database:
         )
         engine = self._engine.sync_engine
         event.listen(engine, "checkout", _replace_dead)
-        event.listen(engine, "before_cursor_execute", _before_statement)
+        event.listen(engine, "before_cursor_execute", self._before_statement, retval=True)
         event.listen(engine, "after_cursor_execute", _after_statement)
         event.listen(engine, "commit", _on_commit)
         event.listen(engine, "rollback", _on_rollback)
         self._closing: set[asyncio.Task[None]] = set()
+        self._rewriter = rewrites.Rewriter()
 
     async def _connect(self) -> Any:
         return await asyncpg.connect(
@@ -117,6 +120,28 @@ class Database:
                 "jit": "off",
             },
         )
+
+    def _before_statement(
+        self, connection: Connection, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
+    ) -> tuple[str, Any]:
+        """Checks a statement, and rewrites it where the views need another form. Runs in SQLAlchemy's greenlet."""
+        guard = _guard(connection)
+        if guard.spoiled:
+            raise guard.spoiled
+        if not guard.in_transaction() and not guard.driver.is_closed():
+            raise guard.spoil("end")
+        if context is not None and context.execution_options.get("stream_results"):
+            guard.streamed = True
+        check_statement(statement, savepoints=True)
+        if not rewrites.candidate(statement):
+            return statement, parameters
+
+        async def fetch(sql: str, *arguments: Any) -> Any:
+            async with guard.driver.transaction():
+                return await guard.driver.fetch(sql, *arguments)
+
+        text, same = await_only(self._rewriter.rewrite(statement, fetch))
+        return text, parameters if same else ()
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Lease]:
@@ -208,19 +233,6 @@ def _guard(connection: Connection) -> Guarded:
     if not isinstance(guard, Guarded) or guard.ended:
         raise InvalidRequestError("`db` belongs to one call and that call has ended; it can't be kept.")
     return guard
-
-
-def _before_statement(
-    connection: Connection, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
-) -> None:
-    guard = _guard(connection)
-    if guard.spoiled:
-        raise guard.spoiled
-    if not guard.in_transaction() and not guard.driver.is_closed():
-        raise guard.spoil("end")
-    if context is not None and context.execution_options.get("stream_results"):
-        guard.streamed = True
-    check_statement(statement, savepoints=True)
 
 
 def _after_statement(

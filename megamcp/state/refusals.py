@@ -47,11 +47,33 @@ TOO_DEEP = Refusal(
     "it can't be parsed safely",
     "Flatten it: IN (…) or = any(array) for OR chains, concat() or string_agg() for long || chains.",
 )
-ON_CONFLICT = Refusal(
-    "INSERT … ON CONFLICT",
-    "a view has no unique index to infer, so conflicts would surface as errors",
-    "Use MERGE, or INSERT … SELECT … WHERE NOT EXISTS (calls that may write run one after another).",
+_CONFLICT = "INSERT … ON CONFLICT"
+NESTED_CONFLICT = Refusal(
+    f"{_CONFLICT} in WITH, with a WITH of its own", "both would have to come first", "Lift the inner WITH out of it."
 )
+SEVERAL_KEYS = Refusal(
+    f"{_CONFLICT} DO UPDATE over several keys at once", "each may meet another row", "Name one key by ON CONSTRAINT."
+)
+DEFERRABLE_KEY = Refusal(
+    f"{_CONFLICT} without a key, on a table with a deferrable one",
+    "PostgreSQL takes no deferrable key as arbiter",
+    "Name the key that is meant.",
+)
+SET_OF_SUBSELECT = Refusal(
+    f"{_CONFLICT} DO UPDATE SET (…) = (SELECT …)", "its columns can't be taken apart", "Assign them one by one."
+)
+SET_OF_PART = Refusal(
+    f"{_CONFLICT} DO UPDATE SET of an element or field", "only whole values are assigned", "Assign the whole column."
+)
+SET_TO_DEFAULT = Refusal(
+    f"{_CONFLICT} DO UPDATE SET … = DEFAULT", "the default is known to the table alone", "Write the value."
+)
+OLD_ROWS = Refusal(
+    f"old and new in RETURNING of {_CONFLICT}",
+    "the row goes through another view",
+    "Name the columns without old or new.",
+)
+OVERRIDING_CONFLICT = Refusal(f"OVERRIDING with {_CONFLICT}", "they take different ways", "Use one of them.")
 OVERRIDING = Refusal(
     "OVERRIDING SYSTEM VALUE or USER VALUE",
     "a view has no identity columns, so PostgreSQL would ignore it",

@@ -17,6 +17,7 @@ from typing import Any
 
 from megamcp.state.catalog import Catalog
 from megamcp.state.clock import next_value
+from megamcp.state.companions import schema_name
 from megamcp.state.names import hidden, ident, literal
 
 # Roles are cluster-wide, so another database may make the same one at this moment.
@@ -51,6 +52,7 @@ def schemas(state: str, visible: str, owner: str, view: str) -> str:
     return f"""
 create schema {s} authorization {o};
 create schema {v} authorization {o};
+create schema {ident(schema_name(visible))} authorization {o};
 grant usage on schema megamcp to {o}, {w};
 grant execute on function megamcp.verified(boolean), megamcp.shown(anyelement), megamcp.failing_row(text[]) to {o};
 grant execute on function megamcp.chain_with_base(), megamcp.chain(), megamcp.prf(bigint, bigint),

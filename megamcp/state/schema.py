@@ -21,12 +21,12 @@ from typing import Any
 import asyncpg
 
 from megamcp.errors import UnsupportedSchema
-from megamcp.state import catalog, digests, foreign_keys, refuse, rights, tables, triggers, views
+from megamcp.state import catalog, companions, digests, foreign_keys, refuse, rights, tables, triggers, views
 from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 4
+COMPILER_VERSION = 5
 _ATTEMPTS = 20
 MODULUS = 1 << 128
 
@@ -59,6 +59,10 @@ class SchemaState:
     @property
     def visible_schema(self) -> str:
         return f"v_{self.hash}"
+
+    @property
+    def companion_schema(self) -> str:
+        return companions.schema_name(self.visible_schema)
 
     @property
     def owner_role(self) -> str:
@@ -200,6 +204,8 @@ async def _compile(
     )
     await _remake(conn, v, found)
     await rights.as_view(conn, v, "".join(views.defaults(s, v, table) for table in found.tables))
+    beside = "".join(companions.create(s, v, found, table) for table in found.tables)
+    await rights.as_owner(conn, s, beside + companions.grants(v, (made.tool_role, view)))
     await conn.execute(
         rights.released(s, v, view) + rights.grants(s, v, found, (owner, view, made.tool_role, made.query_role))
     )
@@ -249,6 +255,7 @@ async def _build(conn: Any, made: SchemaState, found: catalog.Catalog, progress:
             + tables.indexes(s, found, table)
             + tables.policy(s, table, made.view_role),
         )
+    await rights.as_owner(conn, s, await companions.shapes(conn, v, found))
     drops = [f"view if exists {ident(v)}.{ident(r.name)}" for r in reversed(found.remakes) if r.kind == "view"]
     drops += [f"table {ident(v)}.{ident(table.name)}" for table in found.tables]
     drops += [f"sequence if exists {ident(v)}.{ident(sequence.name)}" for sequence in found.sequences]
@@ -391,6 +398,7 @@ async def unload(conn: Any, state: SchemaState) -> None:
     """Drops the state's schemas and roles. Roles that another database still uses stay."""
     async with conn.transaction():
         await conn.execute(
+            f"drop schema if exists {ident(state.companion_schema)} cascade;"
             f"drop schema if exists {ident(state.visible_schema)} cascade;"
             f"drop schema if exists {ident(state.hidden_schema)} cascade;"
         )

@@ -18,7 +18,7 @@ environment, which were checked when its schema was loaded.
 import json
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 from postgast import PgQueryError, scan
 from postgast.native import lib
@@ -69,18 +69,18 @@ def check_statement(sql: str, *, visible: str | None = None, savepoints: bool = 
     """
     refusal = _verdict(sql, visible, savepoints, False)
     if refusal is not None:
-        raise _error(refusal)
+        refuse(refusal)
 
 
 def check_query(sql: str, *, visible: str | None = None) -> None:
     """Raise `UnsupportedStatement` unless `sql` is one SELECT, VALUES or TABLE."""
     refusal = _verdict(sql, visible, False, True)
     if refusal is not None:
-        raise _error(refusal)
+        refuse(refusal)
 
 
-def _error(refusal: Refusal) -> UnsupportedStatement:
-    return UnsupportedStatement(
+def refuse(refusal: Refusal) -> NoReturn:
+    raise UnsupportedStatement(
         f"{refusal.construct} is not supported here: {refusal.reason}.",
         hint=refusal.hint,
         construct=refusal.construct,
@@ -213,7 +213,6 @@ class _Check:
             "intoClause": lambda _: self._refuse(refusals.SELECT_INTO),
             "RangeTableSample": lambda _: self._refuse(refusals.SAMPLE),
             "CurrentOfExpr": lambda _: self._refuse(refusals.CURRENT_OF),
-            "onConflictClause": lambda _: self._refuse(refusals.ON_CONFLICT),
         }
 
     @staticmethod

@@ -19,7 +19,7 @@ from megamcp.state.expressions import over_new, over_sequences
 from megamcp.state.names import DELETED, LAYER, OVER, STAMP, body_quote, hidden, ident, idents, literal
 from megamcp.state.tables import delta, match
 
-_HEAD = """language plpgsql volatile security definer
+HEAD = """language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan as"""
 
 
@@ -41,7 +41,7 @@ return coalesce(current_setting('megamcp.level', true), '') = '' and current_que
 create function {s}."~several"() returns boolean language sql stable set search_path = pg_catalog, pg_temp
 return coalesce(current_setting('megamcp.level', true), '') <> ''
   or current_query() ~* {literal(f"{_FIRST}(with|merge)")};
-create function {s}."~before"() returns trigger {_HEAD} $body$
+create function {s}."~before"() returns trigger {HEAD} $body$
 declare
   _setting text := 'megamcp.t' || tg_argv[0];
   _part text := '<' || coalesce(current_setting('megamcp.level', true), '') || '>';
@@ -52,7 +52,7 @@ begin
     if {s}."~merging"() then
       return null;  -- MERGE fires this once for INSERT, UPDATE and DELETE each
     end if;
-    raise exception 'two parts of one command write table "%"', tg_table_name
+    raise exception 'two parts of one command write table "%"', tg_argv[1]
       using errcode = '0A000', hint = 'Write the table in statements of their own.';
   end if;
   _done := megamcp.verified(true);
@@ -70,7 +70,7 @@ declare
 begin
   return null;
 end $body$;
-create function {s}."~after"() returns trigger {_HEAD} $body$
+create function {s}."~after"() returns trigger {HEAD} $body$
 declare
   _setting text := 'megamcp.t' || tg_argv[0];
   _level text := coalesce(current_setting('megamcp.level', true), '');
@@ -112,7 +112,7 @@ def fixed(table: Table) -> tuple[Column, ...]:
 
 
 def _refused_value(column: Column, update: bool) -> str:
-    """PostgreSQL says this before it looks at a row; `_fixed_columns` says it for what only a row shows."""
+    """PostgreSQL says this before it looks at a row; `fixed_columns` says it for what only a row shows."""
     detail = f'Column "{column.name}" is a generated column.'
     if column.identity:
         detail = f'Column "{column.name}" is an identity column defined as GENERATED ALWAYS.'
@@ -129,11 +129,14 @@ def unset_setting(table: Table, column: Column) -> str:
     return f"megamcp.u{table.number}_{table.names.index(column.name)}"
 
 
-def _fixed_columns(catalog: Catalog, table: Table, update: bool) -> str:
+def fixed_columns(catalog: Catalog, table: Table, update: bool, *, identities: bool = True) -> str:
+    """Refuses values for them, and computes the generated ones; without `identities`, those take what is given."""
     lines: list[str] = []
     for column in fixed(table):
         name = ident(column.name)
         after = ""
+        if column.identity and not identities:
+            continue
         if column.identity:
             sequence = next(s for s in catalog.sequences if s.name == column.sequence)
             drawn = f"split_part(current_setting({literal(clock.setting(sequence))}, true), ':', 2)"
@@ -174,14 +177,14 @@ def _column_trigger(state: str, visible: str, table: Table) -> str:
 end"""
         function = f"{ident(state)}.{ident(hidden(table.name, f'fixed {number}'))}()"
         parts.append(
-            f"create function {function} returns trigger {_HEAD} {body_quote(body)};\n"
+            f"create function {function} returns trigger {HEAD} {body_quote(body)};\n"
             f'create trigger "~fixed {number}" before update of {ident(column.name)} '
             f"on {ident(visible)}.{ident(table.name)} for each statement execute function {function};\n"
         )
     return "".join(parts)
 
 
-def _row_checks(visible: str, table: Table) -> str:
+def row_checks(visible: str, table: Table) -> str:
     lines: list[str] = []
     for column in table.columns:
         if column.not_null:
@@ -207,16 +210,19 @@ def _as_needed(name: str) -> str:
     return name if plain else ident(name)
 
 
-def _unique(state: str, visible: str, table: Table, key: Key, *, but: bool, changed: bool) -> str:
+def met(state: str, table: Table, key: Key, *, but: bool = False) -> str:
+    """True when the chain shows a row that has the key of NEW; `but` leaves out the row of NEW's own primary key."""
     values = [f"new.{ident(c)}" for c in key.columns]
     if key.primary:
-        found = probes.by_key(state, table, values)
-    else:
-        found = probes.by_columns(
-            state, table, key.columns, values, but="new" if but else None, nulls_equal=key.nulls_equal
-        )
-        if not key.nulls_equal:
-            found = " and ".join([*(f"{v} is not null" for v in values), found])
+        return probes.by_key(state, table, values)
+    found = probes.by_columns(
+        state, table, key.columns, values, but="new" if but else None, nulls_equal=key.nulls_equal
+    )
+    return found if key.nulls_equal else " and ".join([*(f"{v} is not null" for v in values), found])
+
+
+def _unique(state: str, visible: str, table: Table, key: Key, *, but: bool, changed: bool) -> str:
+    found = met(state, table, key, but=but)
     if changed:
         found = f"{differs(table, key.columns, 'new', 'old')} and {found}"
     text = literal(f'duplicate key value violates unique constraint "{key.name}"')
@@ -261,7 +267,7 @@ def _touched(state: str) -> str:
 """
 
 
-def _function(state: str, table: Table, event: str, body: str) -> str:
+def function(state: str, table: Table, event: str, body: str) -> str:
     text = f"""#variable_conflict use_column
 declare
   _mm_bound text := megamcp.verified(true);
@@ -272,26 +278,44 @@ declare
 begin
 {body}end"""
     return (
-        f"create function {ident(state)}.{ident(hidden(table.name, event))}() returns trigger {_HEAD} "
+        f"create function {ident(state)}.{ident(hidden(table.name, event))}() returns trigger {HEAD} "
         f"{body_quote(text)};\n"
     )
 
 
-def _update_body(state: str, visible: str, catalog: Catalog, table: Table) -> str:
+def insert_body(state: str, visible: str, catalog: Catalog, table: Table, *, identities: bool = True) -> str:
+    return (
+        fixed_columns(catalog, table, update=False, identities=identities)
+        + row_checks(visible, table)
+        + inserted(state, visible, catalog, table)
+        + "  return new;\n"
+    )
+
+
+def inserted(state: str, visible: str, catalog: Catalog, table: Table) -> str:
+    """The checked row of NEW comes into the head."""
+    return (
+        "".join(_unique(state, visible, table, key, but=False, changed=False) for key in table.keys)
+        + _write(state, table, "new", False, once=False)
+        + foreign_keys.on_write(state, visible, catalog, table, update=False)
+    )
+
+
+def updated(state: str, visible: str, catalog: Catalog, table: Table, touched: str) -> str:
+    """The row of OLD becomes NEW; `touched` is what happens to a row that the statement has written already."""
     rest = [key for key in table.keys if not key.primary]
-    same = _write(state, table, "new", False, once=True) + _touched(state)
+    same = _write(state, table, "new", False, once=True) + touched
     same += "".join(_unique(state, visible, table, key, but=True, changed=True) for key in rest)
-    moved = _write(state, table, "old", True, once=True) + _touched(state)
+    moved = _write(state, table, "old", True, once=True) + touched
     moved += "".join(_unique(state, visible, table, key, but=False, changed=not key.primary) for key in table.keys)
     moved += _write(state, table, "new", False, once=False)
     return (
-        _fixed_columns(catalog, table, update=True)
-        + _row_checks(visible, table)
+        fixed_columns(catalog, table, update=True)
+        + row_checks(visible, table)
         + f"  if {match_old_new(table)} then\n{same}  else\n{moved}  end if;\n"
         # As the names of PostgreSQL's triggers sort: what the row does to others comes before its own parents.
         + foreign_keys.on_leave(state, catalog, table, update=True)
         + foreign_keys.on_write(state, visible, catalog, table, update=True)
-        + "  return new;\n"
     )
 
 
@@ -301,38 +325,36 @@ def match_old_new(table: Table) -> str:
 
 def create(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     """The three functions of a table and the triggers on its view."""
-    insert = (
-        _fixed_columns(catalog, table, update=False)
-        + _row_checks(visible, table)
-        + "".join(_unique(state, visible, table, key, but=False, changed=False) for key in table.keys)
-        + _write(state, table, "new", False, once=False)
-        + foreign_keys.on_write(state, visible, catalog, table, update=False)
-        + "  return new;\n"
-    )
     delete = (
         _write(state, table, "old", True, once=True)
         + _touched(state)
         + foreign_keys.on_leave(state, catalog, table, update=False)
         + "  return old;\n"
     )
+    update = updated(state, visible, catalog, table, _touched(state)) + "  return new;\n"
     parts = [
-        _function(state, table, "insert", insert),
-        _function(state, table, "update", _update_body(state, visible, catalog, table)),
-        _function(state, table, "delete", delete),
+        function(state, table, "insert", insert_body(state, visible, catalog, table)),
+        function(state, table, "update", update),
+        function(state, table, "delete", delete),
     ]
     s, view = ident(state), f"{ident(visible)}.{ident(table.name)}"
-    for event in ("insert", "update", "delete"):
-        function = f"{s}.{ident(hidden(table.name, event))}()"
-        parts.append(
-            f'create trigger "~{event}" instead of {event} on {view} for each row execute function {function};\n'
-        )
-    parts.extend(
-        f'create trigger "~{moment}" {moment} insert or update or delete on {view} '
-        f"for each statement execute function {s}.\"~{moment}\"('{table.number}');\n"
-        for moment in ("before", "after")
-    )
+    parts += [
+        f'create trigger "~{event}" instead of {event} on {view} for each row '
+        f"execute function {s}.{ident(hidden(table.name, event))}();\n"
+        for event in ("insert", "update", "delete")
+    ]
+    parts.append(around(state, view, table, "insert or update or delete"))
     parts.append(_column_trigger(state, visible, table))
     return "".join(parts)
+
+
+def around(state: str, view: str, table: Table, events: str) -> str:
+    """The statement triggers of a view whose rows go into `table`."""
+    return "".join(
+        f'create trigger "~{moment}" {moment} {events} on {view} for each statement '
+        f"execute function {ident(state)}.\"~{moment}\"('{table.number}', {literal(table.name)});\n"
+        for moment in ("before", "after")
+    )
 
 
 def default_of(state: str, table: Table, column: Column) -> str | None:

@@ -37,6 +37,8 @@ ACCEPTED = [
     "insert into orders (id, total) values ($1::integer, default), (2, 3) returning *",
     "insert into orders select * from orders_new",
     "insert into orders default values",
+    "insert into t values (1) on conflict do nothing",
+    "insert into t values (1) on conflict (a) do update set b = 1",
     "with n as (select 1 as id) insert into orders (id) select id from n returning id",
     "update orders o set a = a + i.b from items i where i.id = o.item returning old.a, new.a",
     "update orders set (a, b) = (select 1, 2), c = default",
@@ -103,8 +105,6 @@ REFUSED = {
     "copy (select 1) to program 'sh'": "COPY",
     "truncate t": "TRUNCATE",
     "lock table t": "LOCK",
-    "insert into t values (1) on conflict do nothing": "INSERT … ON CONFLICT",
-    "insert into t values (1) on conflict (a) do update set b = 1": "INSERT … ON CONFLICT",
     "insert into t (a) overriding system value values (1)": "OVERRIDING SYSTEM VALUE or USER VALUE",
     "insert into t overriding user value select 1": "OVERRIDING SYSTEM VALUE or USER VALUE",
     "merge into t using s on true when not matched then insert (a) overriding user value values (1)": (

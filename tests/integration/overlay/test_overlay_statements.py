@@ -145,11 +145,6 @@ async def test_columns_that_take_no_value_refuse_one(rollout):
     assert await rollout.run("insert into byhand (v) values (1) returning id") == [(11,)]
 
 
-async def test_on_conflict_finds_no_index(rollout):
-    with pytest.raises(asyncpg.PostgresError):
-        await rollout.run("insert into items values (1) on conflict (id) do nothing")
-
-
 async def test_two_writing_parts_of_one_command_are_refused(rollout):
     with pytest.raises(asyncpg.FeatureNotSupportedError):
         await rollout.run("with w as (delete from items where id = 1 returning id) update items set n = 2")

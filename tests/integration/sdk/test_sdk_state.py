@@ -8,8 +8,10 @@ from typing import Any
 import asyncpg
 import httpx
 import pytest_asyncio
-from sqlalchemy import text
+from sqlalchemy import Column, Integer, MetaData, String, Table, bindparam, text
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from megamcp import state
@@ -24,7 +26,9 @@ DDL = """
 create table note (
     id integer generated always as identity primary key, at timestamptz not null default now(), text text not null
 );
+create table tally (name text primary key, n integer not null default 1);
 """
+TALLY = Table("tally", MetaData(), Column("name", String, primary_key=True), Column("n", Integer))
 
 server = Server("notes")
 
@@ -55,6 +59,28 @@ async def sleep(clock: Clock, db: AsyncConnection, hours: int) -> dict[str, Any]
 async def times(clock: Clock, db: AsyncConnection) -> dict[str, Any]:
     """The clock, by SDK and SQL."""
     return {"sdk": clock.now(), "sql": (await db.execute(text("select now()"))).scalar_one()}
+
+
+@server.tool
+async def count(db: AsyncConnection, names: list[str], step: int) -> list[Any]:
+    """INSERT … ON CONFLICT as SQLAlchemy writes it."""
+    statement = insert(TALLY).values([{"name": name, "n": step} for name in names])
+    statement = statement.on_conflict_do_update(
+        index_elements=[TALLY.c.name], set_={"n": TALLY.c.n + statement.excluded.n + bindparam("more", 0)}
+    )
+    result = await db.execute(statement.returning(TALLY.c.name, TALLY.c.n))
+    return [list(row) for row in result]
+
+
+@server.tool
+async def clash(db: AsyncConnection) -> str:
+    """An ON CONFLICT that names no key: caught like any error of SQL."""
+    try:
+        async with db.begin_nested():
+            await db.execute(text("insert into tally values (:a, 2) on conflict (n) do nothing"), {"a": "x"})
+    except ProgrammingError as error:
+        return str(getattr(error.orig, "sqlstate", ""))
+    return "none"
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -124,3 +150,17 @@ async def test_the_clock_is_state_and_what_sql_sees(notes: tuple[Client, Counter
     for ro, at in ((rollout, "2026-01-17T09:00:00Z"), (other, "2026-01-15T09:00:00Z")):
         reply = await client.call("times", handle=database.handle(ro, mode=Mode.READ))
         assert reply.result["structuredContent"] == {"sdk": at, "sql": at}
+
+
+async def test_on_conflict_works_through_the_connection(notes: tuple[Client, CounterDatabase]) -> None:
+    client, database = notes
+    rollout = await database.rollout()
+    found = []
+    for names, step in ((["a", "b"], 2), (["b", "c"], 5)):
+        reply = await client.call("count", {"names": names, "step": step}, handle=database.handle(rollout))
+        found.append(reply.result["structuredContent"]["result"])
+    assert found == [[["a", 2], ["b", 2]], [["b", 7], ["c", 5]]]
+    reply = await client.call("count", {"names": ["z", "z"], "step": 1}, handle=database.handle(rollout))
+    assert "cannot affect row a second time" in reply.result["content"][0]["text"]
+    reply = await client.call("clash", handle=database.handle(rollout))
+    assert reply.result["structuredContent"]["result"] == "42P10"

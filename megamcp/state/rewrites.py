@@ -1,0 +1,391 @@
+"""Statements that a view does not take, rewritten to ones that it does: INSERT … ON CONFLICT, OVERRIDING, row locks,
+the keyword forms of the clock.
+
+`INSERT … ON CONFLICT` becomes two steps of one command, through the views of schema w_<h> (`companions`):
+
+    with "_mm_0" as (insert into w.t~proposed … returning *)  -- casts, defaults and checks of the proposed rows
+    insert into w.t~conflict as t (…) select …                -- each with the row that it meets, what SET makes of it
+    from "_mm_1" as excluded left join lateral (the row of t with the same key) as t on true …
+
+so that the expressions of DO UPDATE are evaluated by PostgreSQL where it would: over the row of the command's snapshot
+and `excluded`, in the order of the source. Which keys the clause means, PostgreSQL says (EXPLAIN over the shape).
+
+`check_statement` has accepted a text before it comes here. Refusals here are those that need the clause's details. Not
+here: anything about functions' bodies; those are rewritten, or refused, when the environment is loaded.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import postgast
+from postgast import pg_query_pb2 as pb
+
+from megamcp.state import refusals
+from megamcp.state.names import hidden, ident, idents, literal
+from megamcp.state.statements import refuse
+
+Fetch = Callable[..., Awaitable[Sequence[Any]]]
+"""fetch(sql, *arguments) → rows, on the connection that will run the statement. May raise PostgreSQL's errors."""
+
+_CANDIDATE = re.compile(r"\bconflict\b|\boverriding\b|\bcurrent_|\blocaltime|\bfor\s+(no\s|key\s|update|share)", re.I)
+_KEPT = 1_000
+
+_TABLE = """
+select current_schema()::text as visible, array(
+  select a.attname::text from pg_catalog.pg_attribute a
+  where a.attrelid = to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $1::text)) and a.attnum > 0
+    and not a.attisdropped order by a.attnum) as columns, array(
+  select a.attname::text from pg_catalog.pg_attribute a
+  where a.attrelid = to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $2::text)) and a.attnum > 0
+    and not a.attisdropped order by a.attnum) as accepted
+"""
+_KEYS = """
+select i.relname::text as name, x.indimmediate as immediate, x.indnullsnotdistinct as nulls_equal,
+  pg_get_expr(x.indpred, x.indrelid) as predicate,
+  array(select pg_get_indexdef(x.indexrelid, n::int, true) from generate_series(1, x.indnkeyatts) n) as items
+from pg_catalog.pg_index x join pg_catalog.pg_class i on i.oid = x.indexrelid
+where x.indrelid = to_regclass(format('%I.%I', $1::text, $2::text)) and x.indisunique
+"""
+
+
+def candidate(sql: str) -> bool:
+    """False for a text that surely needs no rewriting: nearly all of them."""
+    return _CANDIDATE.search(sql) is not None
+
+
+class Unmet(Exception):
+    """PostgreSQL refuses the clause: running `statement`, without parameters, raises its error."""
+
+    def __init__(self, statement: str) -> None:
+        super().__init__(statement)
+        self.statement = statement
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    name: str
+    immediate: bool
+    nulls_equal: bool
+    predicate: str | None
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    name: str
+    visible: str
+    columns: tuple[str, ...]
+    accepted: tuple[str, ...]
+    """Columns of `t~conflict`."""
+    keys: tuple[_Key, ...]
+
+    @property
+    def schema(self) -> str:
+        return "w_" + self.visible.removeprefix("v_")
+
+    def row(self, alias: str) -> str:
+        """The whole row as the type of the table."""
+        return f"row({idents(self.columns, ident(alias))})::{ident(self.visible)}.{ident(self.name)}"
+
+
+class Rewriter:
+    """Rewrites texts for one state; remembers what it asked of PostgreSQL."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[str, str] = OrderedDict()
+        self._tables: dict[str, _Table | None] = {}
+
+    async def rewrite(self, sql: str, fetch: Fetch) -> tuple[str, bool]:
+        """The statement to run in place of `sql`, and whether it takes the parameters of `sql`.
+
+        It takes none when it is there to raise PostgreSQL's own error. Raises UnsupportedStatement and what `fetch`
+        raises, but for the errors of one EXPLAIN: `fetch` must leave the transaction usable after an error.
+        """
+        if not candidate(sql):
+            return sql, True
+        try:
+            return await self._kept(sql, fetch), True
+        except Unmet as unmet:
+            return unmet.statement, False
+
+    async def _kept(self, sql: str, fetch: Fetch) -> str:
+        if sql not in self._texts:
+            self._texts[sql] = await self._rewritten(clock_calls(sql), fetch)
+            if len(self._texts) > _KEPT:
+                self._texts.popitem(last=False)
+        return self._texts[sql]
+
+    async def _rewritten(self, sql: str, fetch: Fetch) -> str:
+        try:
+            tree = postgast.parse(sql)
+        except postgast.PgQueryError:
+            return sql  # PostgreSQL will tell
+        except Exception:  # protobuf's own bound of 100 levels
+            refuse(refusals.TOO_DEEP)
+        if not tree.stmts:
+            return sql
+        node = tree.stmts[0].stmt
+        statement = getattr(node, node.WhichOneof("node"))
+        parts: list[str] = []
+        changed = False
+        for item in statement.with_clause.ctes if hasattr(statement, "with_clause") else ():
+            cte = item.common_table_expr
+            inner = cte.ctequery.insert_stmt
+            if cte.ctequery.HasField("insert_stmt") and inner.HasField("on_conflict_clause"):
+                if inner.HasField("with_clause"):
+                    refuse(refusals.NESTED_CONFLICT)
+                table = await self._table(inner.relation, fetch)
+                if table is not None:
+                    stage, final = await self._conflict(inner, table, len(parts), fetch)
+                    names = idents(part.string.sval for part in cte.aliascolnames)
+                    parts += [stage, f"{ident(cte.ctename)}{f' ({names})' if names else ''} as ({final})"]
+                    changed = True
+                    continue
+            parts.append(_common_table(item))
+        if node.HasField("insert_stmt") and statement.HasField("on_conflict_clause"):
+            table = await self._table(statement.relation, fetch)
+            if table is not None:
+                stage, main = await self._conflict(statement, table, len(parts), fetch)
+                parts.append(stage)
+                recursive = "recursive " if statement.with_clause.recursive else ""
+                return f"with {recursive}{', '.join(parts)} {main}"
+        if changed:
+            recursive = "recursive " if statement.with_clause.recursive else ""
+            statement.ClearField("with_clause")
+            return f"with {recursive}{', '.join(parts)} {postgast.deparse(tree)}"
+        return sql
+
+    async def _table(self, relation: pb.RangeVar, fetch: Fetch) -> _Table | None:
+        """What the clause needs to know; None for what is no table of the environment."""
+        name = relation.relname
+        if name not in self._tables:
+            (row,) = await fetch(_TABLE, name, hidden(name, "conflict"))
+            if not row["columns"] or not row["accepted"]:
+                return None
+            schema = "w_" + row["visible"].removeprefix("v_")
+            keys = [
+                _Key(k["name"], k["immediate"], k["nulls_equal"], k["predicate"], tuple(k["items"]))
+                for k in await fetch(_KEYS, schema, name)
+            ]
+            columns, accepted = tuple(row["columns"]), tuple(row["accepted"])
+            self._tables[name] = _Table(name, row["visible"], columns, accepted, tuple(keys))
+        return self._tables[name]
+
+    async def _conflict(self, insert: pb.InsertStmt, table: _Table, number: int, fetch: Fetch) -> tuple[str, str]:
+        """The CTE of the proposed rows, and the INSERT that takes them."""
+        if insert.override not in (0, pb.OVERRIDING_NOT_SET):
+            refuse(refusals.OVERRIDING_CONFLICT)
+        clause, stage = insert.on_conflict_clause, f"_mm_{number}"
+        alias = insert.relation.alias.aliasname or insert.relation.relname
+        keys = await _arbiters(clause, table, alias, fetch)
+        names = ", ".join(literal(key.name) for key in keys)
+        columns = idents(table.columns)
+        into = f"insert into {ident(table.schema)}.{ident(hidden(table.name, 'conflict'))} as {ident(alias)}"
+        returning = _returning(insert, table, alias)
+        proposed = f"{ident(stage)} as ({_proposed(insert, table)} returning *)"
+        if clause.action == pb.ONCONFLICT_NOTHING:
+            return proposed, (
+                f"{into} ({columns}, _mm_arbiters) "
+                f"select {columns}, array[{names}]::text[] from {ident(stage)}{returning}"
+            )
+        if len(keys) != 1:
+            refuse(refusals.SEVERAL_KEYS)
+        sets = _assignments(clause, table)
+        hit, same = _same_key(keys[0], alias)
+        wanted = f"({_expression(clause.where_clause)})" if clause.HasField("where_clause") else "true"
+        assigned = ", ".join(f"_mm_set_{table.columns.index(name)}" for name, _ in sets)
+        values = ", ".join(_value(value) for _, value in sets)
+        set_names = ", ".join(literal(name) for name, _ in sets)
+        return proposed, (
+            f"{into} ({columns}, _mm_arbiters, _mm_found, _mm_wanted, _mm_sets, {assigned}) "
+            f"select {idents(table.columns, 'excluded')}, array[{names}]::text[], "
+            f"case when {hit} then {table.row(alias)} end, _mm_w._mm_wanted, array[{set_names}]::text[], {values} "
+            f"from {ident(stage)} as excluded left join lateral (select * from "
+            f"{ident(table.visible)}.{ident(table.name)} as {ident(alias)} where {same} limit 1) "
+            f"as {ident(alias)} on true cross join lateral "
+            f"(select case when {hit} then {wanted} end as _mm_wanted offset 0) as _mm_w{returning}"
+        )
+
+
+async def _arbiters(clause: pb.OnConflictClause, table: _Table, alias: str, fetch: Fetch) -> tuple[_Key, ...]:
+    """The keys that the clause means; PostgreSQL infers them over the shape."""
+    if not clause.HasField("infer"):
+        if clause.action == pb.ONCONFLICT_UPDATE:
+            raise Unmet(
+                f"insert into {ident(table.schema)}.{ident(table.name)} default values on conflict do update set x = 1"
+            )
+        if not all(key.immediate for key in table.keys):
+            refuse(refusals.DEFERRABLE_KEY)
+        return table.keys
+    probe = pb.ParseResult()
+    made = probe.stmts.add().stmt.insert_stmt
+    made.relation.CopyFrom(pb.RangeVar(schemaname=table.schema, relname=table.name, inh=True, relpersistence="p"))
+    made.relation.alias.aliasname = alias
+    made.override = pb.OVERRIDING_NOT_SET
+    made.on_conflict_clause.action = pb.ONCONFLICT_NOTHING
+    made.on_conflict_clause.infer.CopyFrom(clause.infer)
+    explain = f"explain (format json) {postgast.deparse(probe)}"
+    try:
+        (row,) = await fetch(explain)
+    except Exception as error:
+        if getattr(error, "sqlstate", None):
+            raise Unmet(explain) from error
+        raise
+    plan = json.loads(row[0]) if isinstance(row[0], str) else row[0]  # as the connection decodes JSON
+    arbiters = plan[0]["Plan"]["Conflict Arbiter Indexes"]
+    return tuple(key for key in table.keys if key.name in arbiters)
+
+
+def _proposed(insert: pb.InsertStmt, table: _Table) -> str:
+    tree = pb.ParseResult()
+    stage = tree.stmts.add().stmt.insert_stmt
+    stage.CopyFrom(insert)
+    for field in ("on_conflict_clause", "returning_clause", "with_clause"):
+        stage.ClearField(field)
+    stage.relation.ClearField("alias")
+    stage.relation.schemaname, stage.relation.relname = table.schema, hidden(table.name, "proposed")
+    text: str = postgast.deparse(tree)
+    return text
+
+
+def _assignments(clause: pb.OnConflictClause, table: _Table) -> list[tuple[str, pb.Node]]:
+    """Column and expression of each SET; rows of columns are taken apart."""
+    found: list[tuple[str, pb.Node]] = []
+    for item in clause.target_list:
+        target = item.res_target
+        value = target.val
+        if value.HasField("multi_assign_ref"):
+            several = value.multi_assign_ref
+            if not several.source.HasField("row_expr") or len(several.source.row_expr.args) != several.ncolumns:
+                refuse(refusals.SET_OF_SUBSELECT)
+            value = several.source.row_expr.args[several.colno - 1]
+        if target.indirection:
+            refuse(refusals.SET_OF_PART)
+        if value.HasField("set_to_default"):
+            refuse(refusals.SET_TO_DEFAULT)
+        if target.name not in table.columns:
+            raise Unmet(
+                f"update {ident(table.visible)}.{ident(table.name)} set {ident(target.name)} = null where false"
+            )
+        if f"_mm_set_{table.columns.index(target.name)}" not in table.accepted:
+            raise Unmet(
+                f"update {ident(table.visible)}.{ident(table.name)} set {ident(target.name)} = null where false"
+            )
+        found.append((target.name, value))
+    return found
+
+
+def _value(value: pb.Node) -> str:
+    """Evaluated only where the row is updated; what can't fail keeps its form, from which its type follows."""
+    text = _expression(value)
+    plain = value.HasField("a_const") or value.HasField("param_ref")
+    return text if plain else f"case when _mm_w._mm_wanted then {text} end"
+
+
+def _same_key(key: _Key, alias: str) -> tuple[str, str]:
+    """(there is a row, it has the key of `excluded`): expressions over the aliases."""
+    conditions: list[str] = []
+    for item in key.items:
+        left, right = _qualified(item, alias), _qualified(item, "excluded")
+        equal = f"{left} operator(pg_catalog.=) {right}"
+        conditions.append(f"({equal} or ({left} is null and {right} is null))" if key.nulls_equal else equal)
+    if key.predicate:
+        conditions += [f"({_qualified(key.predicate, one)})" for one in (alias, "excluded")]
+    hit = f"({ident(alias)}.*)::text" if key.nulls_equal else _qualified(key.items[0], alias)
+    return f"{hit} is not null", " and ".join(conditions)
+
+
+def _qualified(text: str, alias: str) -> str:
+    tree = postgast.parse(f"select {text}")
+    for reference in postgast.find_nodes(tree, pb.ColumnRef):
+        column = pb.Node()
+        column.CopyFrom(reference.fields[-1])
+        del reference.fields[:]
+        reference.fields.add().string.sval = alias
+        reference.fields.add().CopyFrom(column)
+    return _expression(tree.stmts[0].stmt.select_stmt.target_list[0].res_target.val)
+
+
+def _returning(insert: pb.InsertStmt, table: _Table, alias: str) -> str:
+    """RETURNING without the hidden columns of the view that the rows now go through."""
+    if not insert.HasField("returning_clause"):
+        return ""
+    clause = insert.returning_clause
+    update = insert.on_conflict_clause.action == pb.ONCONFLICT_UPDATE
+    if clause.options:
+        refuse(refusals.OLD_ROWS)
+    items: list[str] = []
+    for item in clause.exprs:
+        target = item.res_target
+        for reference in postgast.find_nodes(target, pb.ColumnRef):
+            first = reference.fields[0].string.sval
+            if update and first in ("old", "new") and len(reference.fields) > 1 and alias != first:
+                refuse(refusals.OLD_ROWS)
+        fields = target.val.column_ref.fields
+        if fields and fields[-1].HasField("a_star"):
+            lead = fields[0].string.sval if len(fields) > 1 else alias
+            items.append(idents(table.columns, ident(lead)))
+            continue
+        whole = f" as {ident(alias)}" if not target.name and _whole_row(target.val, table, alias) else ""
+        _expand_rows(target, table, alias)
+        items.append(_expression(target.val) + (f" as {ident(target.name)}" if target.name else whole))
+    return f" returning {', '.join(items)}"
+
+
+def _whole_row(node: pb.Node, table: _Table, alias: str) -> bool:
+    if not node.HasField("column_ref"):
+        return False
+    fields = node.column_ref.fields
+    named = fields[0].string.sval == alias and alias not in table.columns
+    return bool(named and (len(fields) == 1 or fields[-1].HasField("a_star")))
+
+
+def _expand_rows(message: Any, table: _Table, alias: str) -> None:
+    """`t` and `t.*` within expressions stand for the row of the table, not of the view with hidden columns."""
+    for descriptor, value in message.ListFields():
+        if descriptor.type != descriptor.TYPE_MESSAGE:
+            continue
+        for item in value if descriptor.is_repeated else (value,):
+            if isinstance(item, pb.Node) and _whole_row(item, table, alias):
+                row = postgast.parse(f"select {table.row(alias)}")
+                item.CopyFrom(row.stmts[0].stmt.select_stmt.target_list[0].res_target.val)
+            else:
+                _expand_rows(item, table, alias)
+
+
+def _expression(node: pb.Node) -> str:
+    tree = postgast.parse("select 1")
+    tree.stmts[0].stmt.select_stmt.target_list[0].res_target.val.CopyFrom(node)
+    text: str = postgast.deparse(tree)
+    return text.removeprefix("SELECT ").strip()
+
+
+def _common_table(item: pb.Node) -> str:
+    tree = postgast.parse("with x as (select 1) select 1")
+    clause = tree.stmts[0].stmt.select_stmt.with_clause
+    clause.ctes[0].CopyFrom(item)
+    text: str = postgast.deparse(tree)
+    return text.removeprefix("WITH ").removesuffix(" SELECT 1").strip()
+
+
+_KEYWORDS = frozenset({"CURRENT_DATE", "CURRENT_TIME", "CURRENT_TIMESTAMP", "LOCALTIME", "LOCALTIMESTAMP"})
+
+
+def clock_calls(sql: str) -> str:
+    """CURRENT_DATE and its kin as calls of the environment's functions of those names."""
+    try:
+        tokens = postgast.scan(sql).tokens
+    except postgast.PgQueryError:
+        return sql
+    raw, parts, done = sql.encode(), [], 0
+    for token in tokens:
+        word = raw[token.start : token.end].decode()
+        if word.upper() in _KEYWORDS:
+            followed = raw[token.end :].lstrip().startswith(b"(")
+            parts += [raw[done : token.start], f'"{word.lower()}"{"" if followed else "()"}'.encode()]
+            done = token.end
+    return b"".join([*parts, raw[done:]]).decode()
