@@ -140,7 +140,8 @@ class Database:
             async with guard.driver.transaction():
                 return await guard.driver.fetch(sql, *arguments)
 
-        text, same = await_only(self._rewriter.rewrite(statement, fetch))
+        path = getattr(guard.driver.get_settings(), "search_path", "")  # PostgreSQL 18 reports it
+        text, same = await_only(self._rewriter.rewrite(statement, fetch, path))
         return text, parameters if same else ()
 
     @asynccontextmanager

@@ -96,30 +96,29 @@ class Rewriter:
     """Rewrites texts for one state; remembers what it asked of PostgreSQL."""
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[str, str] = OrderedDict()
-        self._tables: dict[str, _Table | None] = {}
+        self._texts: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._tables: dict[tuple[str, str], _Table | None] = {}
 
-    async def rewrite(self, sql: str, fetch: Fetch) -> tuple[str, bool]:
+    async def rewrite(self, sql: str, fetch: Fetch, path: str = "") -> tuple[str, bool]:
         """The statement to run in place of `sql`, and whether it takes the parameters of `sql`.
 
-        It takes none when it is there to raise PostgreSQL's own error. Raises UnsupportedStatement and what `fetch`
-        raises, but for the errors of one EXPLAIN: `fetch` must leave the transaction usable after an error.
+        It takes none when it is there to raise PostgreSQL's own error. `path` is the connection's search path, where
+        it may change. Raises UnsupportedStatement and what `fetch` raises, but for the errors of one EXPLAIN: `fetch`
+        must leave the transaction usable after an error.
         """
         if not candidate(sql):
             return sql, True
+        key = path, sql
         try:
-            return await self._kept(sql, fetch), True
+            if key not in self._texts:
+                self._texts[key] = await self._rewritten(clock_calls(sql), fetch, path)
+                if len(self._texts) > _KEPT:
+                    self._texts.popitem(last=False)
+            return self._texts[key], True
         except Unmet as unmet:
             return unmet.statement, False
 
-    async def _kept(self, sql: str, fetch: Fetch) -> str:
-        if sql not in self._texts:
-            self._texts[sql] = await self._rewritten(clock_calls(sql), fetch)
-            if len(self._texts) > _KEPT:
-                self._texts.popitem(last=False)
-        return self._texts[sql]
-
-    async def _rewritten(self, sql: str, fetch: Fetch) -> str:
+    async def _rewritten(self, sql: str, fetch: Fetch, path: str) -> str:
         try:
             tree = postgast.parse(sql)
         except postgast.PgQueryError:
@@ -138,7 +137,7 @@ class Rewriter:
             if cte.ctequery.HasField("insert_stmt") and inner.HasField("on_conflict_clause"):
                 if inner.HasField("with_clause"):
                     refuse(refusals.NESTED_CONFLICT)
-                table = await self._table(inner.relation, fetch)
+                table = await self._table(inner.relation, fetch, path)
                 if table is not None:
                     stage, final = await self._conflict(inner, table, len(parts), fetch)
                     names = idents(part.string.sval for part in cte.aliascolnames)
@@ -147,7 +146,7 @@ class Rewriter:
                     continue
             parts.append(_common_table(item))
         if node.HasField("insert_stmt") and statement.HasField("on_conflict_clause"):
-            table = await self._table(statement.relation, fetch)
+            table = await self._table(statement.relation, fetch, path)
             if table is not None:
                 stage, main = await self._conflict(statement, table, len(parts), fetch)
                 parts.append(stage)
@@ -159,10 +158,11 @@ class Rewriter:
             return f"with {recursive}{', '.join(parts)} {postgast.deparse(tree)}"
         return sql
 
-    async def _table(self, relation: pb.RangeVar, fetch: Fetch) -> _Table | None:
+    async def _table(self, relation: pb.RangeVar, fetch: Fetch, path: str) -> _Table | None:
         """What the clause needs to know; None for what is no table of the environment."""
         name = relation.relname
-        if name not in self._tables:
+        key = path, name
+        if key not in self._tables:
             (row,) = await fetch(_TABLE, name, hidden(name, "conflict"))
             if not row["columns"] or not row["accepted"]:
                 return None
@@ -172,8 +172,8 @@ class Rewriter:
                 for k in await fetch(_KEYS, schema, name)
             ]
             columns, accepted = tuple(row["columns"]), tuple(row["accepted"])
-            self._tables[name] = _Table(name, row["visible"], columns, accepted, tuple(keys))
-        return self._tables[name]
+            self._tables[key] = _Table(name, row["visible"], columns, accepted, tuple(keys))
+        return self._tables[key]
 
     async def _conflict(self, insert: pb.InsertStmt, table: _Table, number: int, fetch: Fetch) -> tuple[str, str]:
         """The CTE of the proposed rows, and the INSERT that takes them."""

@@ -151,7 +151,7 @@ def compare(postgres_dsn: str) -> Iterator[Compare]:
         def run(ddl: str, tables: Sequence[str], seeds: Sequence[str], statements: Sequence[str]) -> None:
             nonlocal made
             made += 1
-            pair = runner.run(Pair.load(database.connection, f"same_{made}", ddl, tables, seeds))
+            pair = runner.run(Pair.load(database, f"same_{made}", ddl, tables, seeds))
             steps: list[Step] = []
             for number, sql in enumerate(statements):
                 steps.append(Call(0, (Statement(sql, Openness.EXACT),)))
@@ -161,7 +161,7 @@ def compare(postgres_dsn: str) -> Iterator[Compare]:
                 runner.run(pair.run(steps))
             finally:
                 runner.run(pair.unload())
-            assert not pair.skipped, "a statement of this test is refused"
+            assert not pair.report.refused, "a statement of this test is refused"
 
         yield run
         runner.run(database.drop())

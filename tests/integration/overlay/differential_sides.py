@@ -20,6 +20,7 @@ from sqlalchemy.exc import DBAPIError
 from megamcp import state as overlay
 from megamcp.sdk.database import Database as ToolDatabase
 from megamcp.sdk.database import Lease
+from megamcp.state.names import ident
 from tests.integration.overlay.differential_openness import Outcome
 from tests.integration.overlay.differential_schema import CLOCK, CLOCK_AT
 
@@ -150,7 +151,7 @@ class Plain:
 
     async def set_sequences(self, name: str, states: Sequences) -> None:
         if states != await self.sequences(name):
-            calls = (f"setval('{name}.{s}', {value}, {str(called).lower()})" for s, value, called in states)
+            calls = (f"setval('{name}.{ident(s)}', {value}, {str(called).lower()})" for s, value, called in states)
             await self._beside.execute(f"select {', '.join(calls)}")
 
     async def counters(self, name: str) -> dict[str, int]:
@@ -176,7 +177,10 @@ class Plain:
             for table, rows in zip(self.tables, dump.rows, strict=True):
                 if rows:
                     await self.conn.copy_to_table(
-                        table, schema_name=name, columns=await self._names(name, table), source=io.BytesIO(rows)
+                        table.strip('"').replace('""', '"'),
+                        schema_name=name,
+                        columns=await self._names(name, table),
+                        source=io.BytesIO(rows),
                     )
         await self.set_sequences(name, dump.sequences)
 
