@@ -103,7 +103,7 @@ async def load_environment(s: S, body: t.LoadEnvironment) -> t.Environment:
     """Idempotent: the same content is the same version. All of it is loaded, or nothing."""
     from pathlib import Path as FilePath
 
-    return environment_view(await s.environments.load(FilePath(body.path)))
+    return environment_view(await s.environments.load(FilePath(body.path), build=s.databases.sources.build))
 
 
 # -- rollouts -----------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ async def diff(
             kind=server.config.state.kind,
             tables={table: table_view(d) for table, d in tables.items()},
         )
-        for name, (server, tables) in (await s.rollouts.diff(rollout, start, to)).items()
+        for name, (server, tables) in (await s.points.diff(rollout, start, to)).items()
         if tables
     }
     found = t.Diff.model_validate({"rollout": rollout, "from": start, "to": to, "servers": servers})
@@ -255,7 +255,7 @@ async def diff(
 
 @router.get("/rollouts/{rollout}/digest", tags=["state"], summary="Hash of the effective state at a point")
 async def digest(s: S, rollout: RolloutId, at: Where = "head") -> t.Digest:
-    total, servers, counters = await s.rollouts.digest(rollout, at)
+    total, servers, counters = await s.points.digest(rollout, at)
     return t.Digest(rollout=rollout, at=at, digest=total, servers=servers, counters=counters)
 
 

@@ -15,12 +15,15 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import asyncpg
 
 from megamcp import store as sql
+from megamcp.databases import Databases, Place
+from megamcp.databases.journal import RECORD
 from megamcp.dataplane.ports import (
     ChildTarget,
     EnvironmentView,
@@ -104,6 +107,7 @@ class Control:
         store: Store,
         environments: Environments,
         rollouts: Rollouts,
+        databases: Databases,
         signer: Signer,
         settings: Settings,
         dsn: str,
@@ -112,6 +116,7 @@ class Control:
         self._store = store
         self._environments = environments
         self._rollouts = rollouts
+        self._databases = databases
         self._signer = signer
         self._settings = settings
         self._dsn = dsn
@@ -161,15 +166,17 @@ class Control:
         )
 
     def _server_view(self, loaded: LoadedEnvironment, server: LoadedServer) -> ServerView:
-        config, stateful = server.config, server.schema is not None
+        config, stateful = server.config, server.schema is not None or server.database is not None
+        own = server.database is not None
         if config.url:
-            return ServerView(server.name, UrlTarget(config.url, config.headers), exactly_once=stateful)
+            target = UrlTarget(config.url, config.headers)
+            return ServerView(server.name, target, exactly_once=stateful, own_database=own)
         assert config.entry is not None
         environ: dict[str, str] = {"MEGAMCP_TOOL_POOL": str(self._settings.tool_connections), **config.env}
         if server.schema:
             environ["MEGAMCP_TOOL_DSN"] = role_dsn(self._dsn, server.schema.tool_role, self._signer.password("tool"))
-        target = ChildTarget.sdk(config.entry, _with_path(environ, loaded), cwd=str(loaded.folder))
-        return ServerView(server.name, target, exactly_once=stateful)
+        child = ChildTarget.sdk(config.entry, _with_path(environ, loaded), cwd=str(loaded.folder))
+        return ServerView(server.name, child, exactly_once=stateful, own_database=own)
 
     async def open_for_session(self, environment: str, *, key: str | None) -> str:
         if key is None:
@@ -209,10 +216,79 @@ class Control:
             request=fingerprint(server, tool, arguments),
         )
 
+    async def database(self, rollout: RolloutView, server: str) -> str:
+        return (await self._place(rollout, server)).dsn
+
+    async def _place(self, rollout: RolloutView, server: str) -> Place:
+        loaded = await self._environments.by_id(rollout.environment_id)
+        return await self._databases.place(rollout.id, rollout.epoch, loaded.server(server), loaded)
+
+    async def record_call(
+        self,
+        rollout: RolloutView,
+        handle: str,
+        *,
+        tool: str,
+        arguments: bytes,
+        result: bytes,
+        is_error: bool,
+        began: float,
+        done: bool = True,
+    ) -> None:
+        _, _, server, epoch, _, nonce, _, key, request, *_ = handle.split(".")
+        recorded = await self._store.value(
+            RECORD,
+            rollout.id,
+            server,
+            tool,
+            arguments.decode(),
+            result.decode(),
+            is_error,
+            datetime.fromtimestamp(began, UTC),
+            datetime.now(UTC),
+            uuid.UUID(nonce),
+            # The key of a call that failed is not kept: nothing was done, so a retry may do it.
+            (bytes.fromhex(key).decode() or None) if done else None,
+            bytes.fromhex(request),
+            int(epoch),
+            False,
+        )
+        if recorded is None:
+            raise Conflict("The rollout was rolled back while this call ran.", code="rolled_back")
+
+    async def _end_inside(
+        self, rollout: RolloutView, server: str, handle: str, tool: str, arguments: bytes, error: bytes | None
+    ) -> Recorded | None:
+        """`end_call` in the rollout's own database; what is recorded there goes to the journal too."""
+        place = await self._place(rollout, server)
+        nonce = uuid.UUID(handle.split(".")[5])
+        told = (_CANCELLED if error is None else error).decode()
+        async with place.cluster.inside(place.name) as inside:
+            if error is not None:
+                await inside.tell([nonce], told)
+            await inside.end_call(nonce)
+            recorded, result, is_error = await inside.call_fail(handle, tool, arguments.decode(), told)
+        with contextlib.suppress(Conflict):  # the rollout has moved on; what is said to the agent stays the same
+            await self.record_call(
+                rollout,
+                handle,
+                tool=tool,
+                arguments=arguments,
+                result=result.encode(),
+                is_error=is_error,
+                began=time.time(),
+                done=recorded,
+            )
+        return Recorded(result.encode(), is_error) if recorded and result != told else None
+
     async def end_call(
         self, rollout: RolloutView, handle: str, *, tool: str, arguments: bytes, error: bytes | None
     ) -> Recorded | None:
         nonce = uuid.UUID(handle.split(".")[5])
+        loaded = await self._environments.by_id(rollout.environment_id)
+        server = handle.split(".")[2]
+        if loaded.server(server).database:
+            return await self._end_inside(rollout, server, handle, tool, arguments, error)
         if error is not None:
             # Told first: the tool server, whose connection is about to break, may be the one that records it.
             await self._store.value(sql.TELL_ENDED, [nonce], error.decode())

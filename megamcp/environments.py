@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -49,6 +49,14 @@ class SchemaConfig(_Config):
     seed: list[str] = Field(default_factory=list)
 
 
+class DatabaseConfig(_Config):
+    """State in a PostgreSQL database of the rollout's own. Paths are relative to the environment's folder."""
+
+    kind: Literal["database"]
+    schema_file: str = Field("schema.sql", alias="schema")
+    seed: list[str] = Field(default_factory=list)
+
+
 class NoneConfig(_Config):
     """No state of its own: calls pass through."""
 
@@ -58,10 +66,10 @@ class NoneConfig(_Config):
 class PlannedConfig(BaseModel):
     """Kinds that have a name but no backend in this version; refused at load."""
 
-    kind: Literal["database", "document", "process"]
+    kind: Literal["document", "process"]
 
 
-StateConfig = Annotated[SchemaConfig | NoneConfig | PlannedConfig, Field(discriminator="kind")]
+StateConfig = Annotated[SchemaConfig | DatabaseConfig | NoneConfig | PlannedConfig, Field(discriminator="kind")]
 
 
 class ServerConfig(_Config):
@@ -122,6 +130,10 @@ class Source:
     """Text of each schema and seed file, by its path in the folder."""
     hash: str
 
+    def sql_of(self, config: SchemaConfig | DatabaseConfig) -> tuple[str, list[str]]:
+        """Schema and seeds of a server."""
+        return self.files[config.schema_file], [self.files[seed] for seed in config.seed]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedServer:
@@ -130,6 +142,8 @@ class LoadedServer:
     name: str
     config: ServerConfig
     schema: state.SchemaState | None
+    database: str | None = None
+    """Hash of the content that the rollouts' databases are copies of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +164,14 @@ class LoadedEnvironment:
         """name@hash"""
         return f"{self.name}@{self.hash}"
 
+    @property
+    def has_databases(self) -> bool:
+        """Whether a rollout of it has a database of its own."""
+        return any(server.database for server in self.servers)
+
     def server(self, name: str | None) -> LoadedServer:
         """The server with SQL state of that name, or the only one. Raises `NotFound`."""
-        able = {server.name: server for server in self.servers if server.schema}
+        able = {server.name: server for server in self.servers if server.schema or server.database}
         if name is None and len(able) == 1:
             return next(iter(able.values()))
         if name is None or name not in able:
@@ -226,9 +245,9 @@ def _files(folder: Path, config: EnvironmentConfig) -> dict[str, str]:
                 raise Unprocessable(
                     f"{where}: state of kind {kind} is not in this version.",
                     code="unsupported_state",
-                    hint="Use schema or none.",
+                    hint="Use schema, database or none.",
                 )
-            case SchemaConfig(schema_file=schema, seed=seeds):
+            case SchemaConfig(schema_file=schema, seed=seeds) | DatabaseConfig(schema_file=schema, seed=seeds):
                 for relative in (schema, *seeds):
                     path = folder / relative
                     try:
@@ -257,6 +276,16 @@ def _invalid(file: Path, reason: str, **extra: Any) -> Unprocessable:
     )
 
 
+def database_hash(ddl: str, seeds: Sequence[str]) -> str:
+    """16 hex digits of everything that a database is made from."""
+    parts = ["database 1", ddl, *seeds]
+    return hashlib.sha256("\0".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()[:16]
+
+
+Build = Callable[[str, str, Sequence[str], Progress | None], Awaitable[object]]
+"""Makes the database of a content (hash, schema, seeds), or finds it."""
+
+
 class Environments:
     """Loads and looks up. Versions never change, so what was read once is kept."""
 
@@ -265,9 +294,17 @@ class Environments:
         self._signer = signer
         self._by_id: dict[int, LoadedEnvironment] = {}
 
-    async def load(self, path: Path, progress: Progress | None = None) -> LoadedEnvironment:
-        """Load a version, all of it or nothing; a version that is there already is returned as it is."""
+    async def load(self, path: Path, progress: Progress | None = None, build: Build | None = None) -> LoadedEnvironment:
+        """Load a version, all of it or nothing; a version that is there already is returned as it is.
+
+        With `build`, databases are made now; without it when a rollout first needs one.
+        """
         source = read(path)
+        if build is not None:
+            for server in source.config.servers.values():
+                if isinstance(server.state, DatabaseConfig):
+                    ddl, seeds = source.sql_of(server.state)
+                    await build(database_hash(ddl, seeds), ddl, seeds, progress)
         async with self._store.transaction() as connection:
             await connection.execute(
                 "select pg_advisory_xact_lock(hashtextextended('environment ' || $1, 7726))", source.hash
@@ -295,7 +332,9 @@ class Environments:
             config.seed,
         )
         for position, (name, server) in enumerate(config.servers.items()):
-            schema = None
+            schema = database = None
+            if isinstance(server.state, DatabaseConfig):
+                database = {"database": database_hash(*source.sql_of(server.state))}
             if isinstance(server.state, SchemaConfig):
                 schema = await _load_state(
                     connection,
@@ -320,8 +359,8 @@ class Environments:
                 server.state.kind,
                 schema and schema.tool_role,
                 schema and schema.query_role,
-                schema and schema.hash,
-                schema and schema.to_json(),
+                schema.hash if schema else database and database["database"],
+                schema.to_json() if schema else database,
             )
         return identifier
 
@@ -363,14 +402,7 @@ class Environments:
             clock=row["clock"],
             seed=row["seed"],
             loaded_at=row["loaded_at"],
-            servers=tuple(
-                LoadedServer(
-                    s["name"],
-                    config.servers[s["name"]],
-                    state.SchemaState.from_json(s["descriptor"]) if s["descriptor"] else None,
-                )
-                for s in servers
-            ),
+            servers=tuple(_loaded_server(s["name"], config.servers[s["name"]], s["descriptor"]) for s in servers),
         )
         return self._by_id.setdefault(identifier, loaded)
 
@@ -378,6 +410,14 @@ class Environments:
         """Every loaded version, newest first."""
         rows = await self._store.rows("select id from megamcp.environments order by loaded_at desc, id desc")
         return [await self.by_id(row["id"]) for row in rows]
+
+
+def _loaded_server(name: str, config: ServerConfig, descriptor: dict[str, Any] | None) -> LoadedServer:
+    if descriptor is None:
+        return LoadedServer(name, config, None)
+    if "database" in descriptor:
+        return LoadedServer(name, config, None, descriptor["database"])
+    return LoadedServer(name, config, state.SchemaState.from_json(descriptor))
 
 
 async def _load_state(connection: asyncpg.Connection, server: str, **content: Any) -> state.SchemaState:

@@ -13,11 +13,13 @@ import asyncpg
 import msgspec
 
 from megamcp.control import role_dsn
+from megamcp.databases import Reads
 from megamcp.environments import Environments, LoadedServer
 from megamcp.errors import DeadlineExceeded, NoCapacity, Unprocessable
 from megamcp.handles import Mode, Signer
 from megamcp.plain import plain, read_exactly
-from megamcp.rollouts import BASE, HEAD, Rollouts
+from megamcp.points import BASE, HEAD
+from megamcp.rollouts import Rollouts, demand_open
 from megamcp.settings import Settings
 from megamcp.state.statements import check_query
 from megamcp.store import translated
@@ -32,10 +34,17 @@ class Queries:
     """A small pool per loaded state, made on first use."""
 
     def __init__(
-        self, rollouts: Rollouts, environments: Environments, signer: Signer, settings: Settings, dsn: str
+        self,
+        rollouts: Rollouts,
+        environments: Environments,
+        databases: Reads,
+        signer: Signer,
+        settings: Settings,
+        dsn: str,
     ) -> None:
         self._rollouts = rollouts
         self._environments = environments
+        self._databases = databases
         self._signer = signer
         self._settings = settings
         self._dsn = dsn
@@ -59,6 +68,8 @@ class Queries:
         target = (await self._environments.by_id(row["environment"])).server(server)
         if at and at not in (HEAD, BASE):
             await self._rollouts.same_environment(row, at)
+        if target.database:
+            return await self._on_own_database(row, target, sql, at)
         pool = await self._pool(target)
         with translated():
             try:
@@ -79,12 +90,28 @@ class Queries:
             finally:
                 await pool.release(connection)
 
+    async def _on_own_database(
+        self, row: asyncpg.Record, target: LoadedServer, sql: str, at: str | None
+    ) -> tuple[list[str], list[msgspec.Raw], bool]:
+        """The database is the rollout's alone, so its login and READ ONLY are border enough."""
+        environment = await self._environments.by_id(row["environment"])
+        now, base = at in (None, HEAD), at == BASE
+        if now:
+            demand_open(row)
+        checkpoint = None if base else row["checkpoint"] if now else at
+        spot = await self._databases.spot(target, environment, rollout=row if now else None, checkpoint=checkpoint)
+        with translated():
+            async with self._databases.connection(spot) as connection:
+                await read_exactly(connection)
+                return await self._fetch(connection, None, sql)
+
     async def _fetch(
-        self, connection: asyncpg.Connection, handle: str, sql: str
+        self, connection: asyncpg.Connection, handle: str | None, sql: str
     ) -> tuple[list[str], list[msgspec.Raw], bool]:
         async with connection.transaction():
-            await connection.execute("set transaction read write")
-            await connection.execute("select megamcp.query_begin($1)", handle)
+            if handle is not None:
+                await connection.execute("set transaction read write")
+                await connection.execute("select megamcp.query_begin($1)", handle)
             # From here on nothing can be written, and nothing can change that.
             await connection.execute("set transaction read only")
             await connection.execute(f"set local statement_timeout = {int(self._settings.query_timeout_s * 1000)}")

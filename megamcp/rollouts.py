@@ -8,22 +8,22 @@ memory, so any number of gateway processes may do this at once.
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import asyncpg
 
 from megamcp import state
 from megamcp import store as sql
-from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
+from megamcp.databases import Databases
+from megamcp.databases import Point as DatabasePoint
+from megamcp.digests import add, digest_of
+from megamcp.environments import Environments, LoadedEnvironment
 from megamcp.errors import BadRequest, Conflict, DeadlineExceeded, Gone, NoCapacity, NotFound
 from megamcp.handles import new_id
 from megamcp.settings import Settings
@@ -32,10 +32,7 @@ from megamcp.types import RolloutStatus, SeedChoice
 
 log = logging.getLogger(__name__)
 
-BASE = "base"
-HEAD = "head"
 _CALL = re.compile(r"call ([0-9a-f-]{36})")
-_LOCKED = " for key share of c"
 _END_TRIES = 5
 _END_WAIT_S = 1.0
 _GLANCE_S = 0.03
@@ -46,24 +43,15 @@ Locked = tuple[asyncpg.Connection, asyncpg.Record]
 """A connection in a transaction that holds a rollout's lock, and the rollout."""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A place in a rollout's history that can be read: `base`, `head` or a checkpoint."""
-
-    name: str
-    chain: tuple[int, ...]
-    head: int | None
-    """The layer that is still being written; None for a point that can't change."""
-    sums: dict[str, str]
-    """Server -> sum of the state at the last checkpoint up to here, hex."""
-
-
 class Rollouts:
-    """Open, checkpoint, fork, roll back, release; and what a reader asks of a point."""
+    """Open, checkpoint, fork, roll back, release."""
 
-    def __init__(self, store: Store, environments: Environments, settings: Settings) -> None:
+    def __init__(
+        self, store: Store, environments: Environments, settings: Settings, databases: Databases | None = None
+    ) -> None:
         self._store = store
         self._environments = environments
+        self._databases = databases
         self._settings = settings
         # One that ends calls needs two connections.
         self._enders = asyncio.Semaphore(max(1, settings.control_connections // 3))
@@ -201,26 +189,38 @@ class Rollouts:
             row,
         ):
             environment = await self._environments.by_id(row["environment"], connection)
-            chain, head = list(row["chain"]), row["layer"]
-            sums, written = dict(row["sums"]), False
-            if row["dirty"]:
-                for server in environment.servers:
-                    if server.schema:
-                        frozen = await state.freeze(connection, server.schema, chain, head)
-                        sums[server.name] = _add(sums.get(server.name), frozen.digest)
-                        written = written or frozen.rows > 0
-            return await connection.fetchrow(
-                sql.PUBLISH_CHECKPOINT,
-                rollout,
-                new_id("cp"),
-                turn,
-                [*chain, head] if written else chain,
-                head if written else None,
-                sums,
-                digest_of(environment, sums),
-                label,
-                lease,
-            )
+            async with self._frozen(connection, row, environment) as points:
+                chain, head = list(row["chain"]), row["layer"]
+                sums, written = dict(row["sums"]), False
+                if row["dirty"]:
+                    for server in environment.servers:
+                        if server.schema:
+                            frozen = await state.freeze(connection, server.schema, chain, head)
+                            sums[server.name] = add(sums.get(server.name), frozen.digest)
+                            written = written or frozen.rows > 0
+                sums |= {name: None if p.total is None else f"{p.total:032x}" for name, p in points.items()}
+                made = await connection.fetchrow(
+                    sql.PUBLISH_CHECKPOINT,
+                    rollout,
+                    new_id("cp"),
+                    turn,
+                    [*chain, head] if written else chain,
+                    head if written else None,
+                    sums,
+                    digest_of(environment, sums),
+                    label,
+                    lease,
+                )
+                if self._databases and points:
+                    await self._databases.publish(connection, made["id"], points)
+                return made
+
+    def _frozen(
+        self, connection: asyncpg.Connection, row: asyncpg.Record, environment: LoadedEnvironment
+    ) -> AbstractAsyncContextManager[Mapping[str, DatabasePoint]]:
+        if self._databases is None or not environment.has_databases:
+            return contextlib.nullcontext({})
+        return self._databases.frozen(connection, row, environment, self._settings.quiesce_timeout_s)
 
     async def roll_back(self, rollout: str, checkpoint: str) -> asyncpg.Record:
         """Move the head to a checkpoint of its own line. Calls still in flight end in an error."""
@@ -235,7 +235,13 @@ class Rollouts:
                 )
             if not await connection.fetchval(sql.MOVE_BACK, rollout, checkpoint):
                 raise Gone(f"Checkpoint {checkpoint} was released.", code="checkpoint_gone")
-            return await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
+            environment = await self._environments.by_id(row["environment"], connection)
+            if self._databases and environment.has_databases:
+                await self._databases.moved(connection, rollout, checkpoint)
+            moved = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
+        if self._databases and environment.has_databases:
+            await self._databases.settle(rollout, environment)
+        return moved
 
     async def close(self, rollout: str, *, expired: bool = False) -> bool:
         """Release a rollout; True if it was open. Releasing twice, or one that isn't there, is no error.
@@ -247,8 +253,12 @@ class Rollouts:
         try:
             async with self._alone(rollout, grace, reason) as (connection, _):
                 ended = bool(await connection.fetchval(sql.END_ROLLOUT, rollout, status, expired))
+                if ended and self._databases:
+                    await self._databases.left(connection, rollout)
         except (NotFound, Gone):
             return False
+        if self._databases:
+            self._databases.forget(rollout)
         self.open_count = max(0, self.open_count - ended)
         return ended
 
@@ -277,7 +287,7 @@ class Rollouts:
             yield connection, row
 
     @asynccontextmanager
-    async def _reading(self, rollout: str) -> AsyncIterator[Locked]:
+    async def reading(self, rollout: str) -> AsyncIterator[Locked]:
         """The rollout, in a transaction in which no call that writes is half done. Waits, and ends nothing."""
         patience_s = self._settings.quiesce_timeout_s
         async with self._locked(rollout, "pg_advisory_xact_lock_shared", patience_s, None) as locked:
@@ -368,55 +378,6 @@ class Rollouts:
         async with self._store.connection() as connection:
             await connection.execute(sql.UNPIN, checkpoint, owner)
 
-    # -- reading points -----------------------------------------------------------------------------------------
-
-    async def _point(self, connection: asyncpg.Connection, rollout: asyncpg.Record, name: str) -> Point:
-        """Resolve `base`, `head` or a checkpoint id. Raises `NotFound`, `Gone`, `Conflict`.
-
-        The checkpoint's row is locked against the reaper until the transaction ends: its layers stay as long.
-        """
-        if name == BASE:
-            return Point(BASE, (), None, {})
-        if name == HEAD:
-            demand_open(rollout)
-            return Point(HEAD, (*rollout["chain"], rollout["layer"]), rollout["layer"], dict(rollout["sums"]))
-        row = compared(rollout, alive(await connection.fetchrow(sql.CHECKPOINT_BY_ID + _LOCKED, name), name))
-        return Point(name, tuple(row["chain"]), None, dict(row["sums"]))
-
-    async def diff(
-        self, rollout: str, start: str, end: str
-    ) -> dict[str, tuple[LoadedServer, dict[str, state.TableDiff]]]:
-        """Row changes from one point to another, per server that has SQL state."""
-        async with self._reading(rollout) as (connection, row):
-            environment = await self._environments.by_id(row["environment"], connection)
-            a, b = await self._point(connection, row, start), await self._point(connection, row, end)
-            return {
-                server.name: (
-                    server,
-                    await state.diff(connection, server.schema, a.chain, b.chain, limit=self._settings.diff_rows),
-                )
-                for server in environment.servers
-                if server.schema
-            }
-
-    async def digest(self, rollout: str, at: str) -> tuple[str, dict[str, str | None], dict[str, dict[str, int]]]:
-        """The digest at a point, its part per server, and the counters that it leaves out."""
-        async with self._reading(rollout) as (connection, row):
-            environment = await self._environments.by_id(row["environment"], connection)
-            point = await self._point(connection, row, at)
-            sums, counters = dict(point.sums), {}
-            for server in environment.servers:
-                if not server.schema:
-                    continue
-                if point.head is not None and row["dirty"]:
-                    frozen = await state.freeze(connection, server.schema, point.chain[:-1], point.head)
-                    sums[server.name] = _add(sums.get(server.name), frozen.digest)
-                counters[server.name] = await state.counters(connection, server.schema, point.chain)
-        per_server: dict[str, str | None] = {
-            server.name: _part(server, sums) if server.schema else None for server in environment.servers
-        }
-        return digest_of(environment, sums), per_server, counters
-
 
 def found(row: asyncpg.Record | None, rollout: str) -> asyncpg.Record:
     """The rollout's row. Raises `NotFound`."""
@@ -461,19 +422,3 @@ def demand_open(row: asyncpg.Record) -> None:
             code=f"rollout_{row['status']}",
             hint="Its checkpoints may still be forked: POST /v1/checkpoints/{id}/fork.",
         )
-
-
-def _add(total: str | None, delta: int) -> str:
-    return f"{(int(total or '0', 16) + delta) % state.MODULUS:032x}"
-
-
-def _part(server: LoadedServer, sums: dict[str, str]) -> str:
-    assert server.schema is not None
-    return hashlib.sha256(f"{server.schema.hash} {sums.get(server.name, '0' * 32)}".encode()).hexdigest()
-
-
-def digest_of(environment: LoadedEnvironment, sums: dict[str, str]) -> str:
-    """One hash over the effective state of every server: of the loaded content, and of what differs from it."""
-    parts = {server.name: _part(server, sums) for server in environment.servers if server.schema}
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -11,15 +11,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from megamcp.control import Control, Instance
+from megamcp.databases import Clusters, Databases, Keeper, Reads
+from megamcp.databases.sources import Sources
 from megamcp.dataplane import Dataplane, Limits
 from megamcp.environments import Environments
 from megamcp.handles import Signer
+from megamcp.points import Points
 from megamcp.queries import Queries
 from megamcp.reaper import Reaper
 from megamcp.rollouts import Rollouts
 from megamcp.settings import Settings
 from megamcp.store import Store
 
+SIDE_CONNECTIONS = 4
 START_S = 10
 """Deadline for the first instance connection."""
 
@@ -32,9 +36,12 @@ class Services:
     store: Store
     environments: Environments
     rollouts: Rollouts
+    databases: Databases
+    points: Points
     queries: Queries
     dataplane: Dataplane
     reaper: Reaper
+    keeper: Keeper
     stopping: asyncio.Event
 
 
@@ -44,14 +51,23 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(Store.open(dsn, settings.control_connections))
         environments = Environments(store, signer)
-        rollouts = Rollouts(store, environments, settings)
-        queries = Queries(rollouts, environments, signer, settings, dsn)
-        stack.push_async_callback(queries.close)
         instance = Instance(dsn)
+        # With connections of their own: whoever holds a rollout's lock, and so one of the store's, waits for them.
+        side = await stack.enter_async_context(Store.open(dsn, SIDE_CONNECTIONS))
+        clusters = Clusters(settings)
+        stack.push_async_callback(clusters.aclose)
+        sources = Sources(side, clusters, signer, lambda: instance.owner)
+        databases = Databases(side, clusters, sources, signer, settings, lambda: instance.owner)
+        rollouts = Rollouts(store, environments, settings, databases)
+        reads = Reads(side, databases)
+        points = Points(rollouts, environments, reads, settings)
+        queries = Queries(rollouts, environments, reads, signer, settings, dsn)
+        stack.push_async_callback(queries.close)
         control = Control(
             store=store,
             environments=environments,
             rollouts=rollouts,
+            databases=databases,
             signer=signer,
             settings=settings,
             dsn=dsn,
@@ -61,11 +77,15 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         instance.on_cancel = dataplane.cancel
         reaper = Reaper(store, environments, rollouts, settings)
         stopping = asyncio.Event()
-        tasks = [asyncio.create_task(instance.hold()), asyncio.create_task(reaper.run())]
+        keeper = Keeper(side, databases, settings, lambda: instance.owner)
+        tasks = [asyncio.create_task(instance.hold())]
         try:
             async with asyncio.timeout(START_S):
                 await instance.ready()
-            yield Services(settings, store, environments, rollouts, queries, dataplane, reaper, stopping)
+            tasks += [asyncio.create_task(reaper.run()), asyncio.create_task(keeper.run())]
+            yield Services(
+                settings, store, environments, rollouts, databases, points, queries, dataplane, reaper, keeper, stopping
+            )
         finally:
             stopping.set()
             for task in tasks:

@@ -31,6 +31,16 @@ class Settings(BaseSettings):
         default_factory=default_data_dir,
         description="Folder of the embedded PostgreSQL and of run-time files.",
     )
+    state_urls: list[SecretStr] = Field(
+        default_factory=list,
+        description="DSNs (JSON list) of PostgreSQL 18 clusters for state of kind `database`, of logins that may do all"
+        " there. Unset: an embedded one in `state_dir`, started when it is first needed.",
+    )
+    state_dir: Path | None = Field(
+        None,
+        description="Folder of the embedded state cluster, best on XFS with reflink or on btrfs. Unset: `state` in"
+        " `data_dir`.",
+    )
     host: str = Field("127.0.0.1", description="Address that `megamcp serve` listens on.")
     port: int = Field(8600, ge=0, le=65535, description="Port that `megamcp serve` listens on; 0 takes a free one.")
     public_url: str | None = Field(
@@ -80,6 +90,20 @@ class Settings(BaseSettings):
     queue_per_rollout: int = Field(64, gt=0, description="Calls of one rollout that may wait; one more gets 429.")
     calls_in_flight: int = Field(1000, gt=0, description="Calls of one gateway process; one more gets 429.")
     control_connections: int = Field(12, ge=2, description="PostgreSQL connections of each gateway process.")
+    state_connections: int = Field(
+        32, ge=1, description="Connections of each process to databases of a state cluster, for checkpoints and such."
+    )
+    spare_databases: int = Field(
+        4, ge=0, description="Copies of each source in use that are kept ready for rollouts to come, on each cluster."
+    )
+    database_quota: int = Field(
+        1 << 30, gt=0, description="Disk that one rollout's database may have to itself, in bytes; over it, writes end."
+    )
+    disk_reserve: int = Field(
+        1 << 30,
+        ge=0,
+        description="Free space that a state cluster's file system keeps, in bytes; copies end before it.",
+    )
     tool_connections: int = Field(8, ge=1, description="PostgreSQL connections of each tool server process.")
     query_connections: int = Field(4, ge=1, description="PostgreSQL connections of each process for evaluators' SQL.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")

@@ -170,7 +170,7 @@ class _Drawing:
         label = Text.assemble((f"{CHECKPOINT} ", "magenta"), self._name(point))
         if point.label:
             label.append(f"  {point.label}", style="italic")
-        label.append(f"  turn {point.turn}  {point.digest.removeprefix('sha256:')[:10]}", style="dim")
+        label.append(f"  turn {point.turn}  {(point.digest or '—').removeprefix('sha256:')[:10]}", style="dim")
         if point.pins:
             label.append(f"  pinned by {', '.join(point.pins)}", style="yellow")
         below = branch.add(label)

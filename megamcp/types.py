@@ -144,7 +144,10 @@ class Checkpoint(View):
     turn: int
     depth: int = Field(description="Checkpoints from the root to this one.")
     seq: int = Field(description="The last journal row before it.")
-    digest: str = Field(description="Hash of the effective state; equal states have equal digests.")
+    digest: str | None = Field(
+        description="Hash of the effective state; equal states have equal digests. Null after DDL in a database: ask"
+        " for it (`GET /v1/rollouts/{id}/digest`), and it is computed."
+    )
     label: str | None
     pins: list[str] = Field(default_factory=list, description="Owners that hold it.")
     created_at: datetime

@@ -160,9 +160,9 @@ def checkpoint(found: t.Checkpoint) -> RenderableType:
     )
 
 
-def short(digest: str) -> str:
+def short(digest: str | None) -> str:
     """A digest's first characters, enough to tell two apart by eye."""
-    return digest.removeprefix("sha256:")[:10]
+    return digest.removeprefix("sha256:")[:10] if digest else "—"
 
 
 def tools(found: Iterable[t.Tool]) -> RenderableType:

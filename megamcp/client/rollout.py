@@ -78,8 +78,8 @@ class Checkpoint:
         return self.view.seq
 
     @property
-    def digest(self) -> str:
-        """Equal states have equal digests."""
+    def digest(self) -> str | None:
+        """Equal states have equal digests. None after DDL in a database: `Rollout.digest` computes it."""
         return self.view.digest
 
     @property

@@ -127,6 +127,7 @@ class Calls:
         link = route.link
         remaining = deadline - asyncio.get_running_loop().time()
         unseen = deaths = 0
+        began = time.time()
         while True:
             handle = self._control.mint(
                 rollout,
@@ -140,7 +141,13 @@ class Calls:
             try:
                 async with asyncio.timeout_at(deadline):
                     upstream = await link.upstream()
-                    return await upstream.call(call, handle=handle, progress=progress)
+                    if not link.server.own_database:
+                        return await upstream.call(call, handle=handle, progress=progress)
+                    database = await self._control.database(rollout, link.server.name)
+                    answer = await upstream.call(call, handle=handle, database=database, progress=progress)
+                    # In the journal before anybody is told: a state cluster may lose more than the journal does.
+                    await self._record(rollout, handle, call, answer, began)
+                    return answer
             except TimeoutError:
                 link.seems_stuck()
                 return await self._settle(rollout, handle, call, _too_late(call, link))
@@ -167,6 +174,18 @@ class Calls:
                 await self._sheltered(self._settle(rollout, handle, call, cancelled))
                 raise
             remaining = deadline - asyncio.get_running_loop().time()
+
+    async def _record(self, rollout: RolloutView, handle: str, call: ToolCall, reply: wire.Reply, began: float) -> None:
+        if not reply.failed:  # a refusal of the SDK: nothing was done
+            await self._control.record_call(
+                rollout,
+                handle,
+                tool=call.name,
+                arguments=call.arguments,
+                result=reply.body,
+                is_error=wire.is_tool_error(reply.body),
+                began=began,
+            )
 
     async def _settle(self, rollout: RolloutView, handle: str, call: ToolCall, error: MegaMCPError) -> wire.Reply:
         """The result of a call without an answer if it did commit one; else `error` is recorded and raised."""

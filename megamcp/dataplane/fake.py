@@ -118,6 +118,25 @@ class FakeControl:
         self.handles[handle] = Handle(rollout.id, server, tool, arguments, writable, idempotency_key, deadline)
         return handle
 
+    async def database(self, rollout: RolloutView, server: str) -> str:
+        self._reach()
+        return f"postgresql:///{rollout.id}_{server}_{rollout.epoch}"
+
+    async def record_call(
+        self,
+        rollout: RolloutView,
+        handle: str,
+        *,
+        tool: str,
+        arguments: bytes,
+        result: bytes,
+        is_error: bool,
+        began: float,
+    ) -> None:
+        self._reach()
+        known = self.handles[handle]
+        self.journal.append(Entry(rollout.id, known.server, tool, arguments, known.key, result, is_error))
+
     async def end_call(
         self, rollout: RolloutView, handle: str, *, tool: str, arguments: bytes, error: bytes | None
     ) -> Recorded | None:

@@ -52,12 +52,15 @@ class ServerView:
 
     `exactly_once`: the server settles its calls itself by the state handle (kinds `schema` and `document`);
     else the gateway keeps an intent row, and a call is done at most once. `call_timeout_s`: else the default.
+    `own_database`: each rollout has a database of its own, which the server is told with the handle; it records calls
+    there, and the gateway copies them to the journal.
     """
 
     name: str
     target: ChildTarget | SocketTarget | UrlTarget
     exactly_once: bool
     call_timeout_s: float | None = None
+    own_database: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,27 @@ class ControlPort(Protocol):
         deadline: float,
     ) -> str:
         """A state handle for one call, good until `deadline` (Unix time, seconds). No I/O."""
+        ...
+
+    async def database(self, rollout: RolloutView, server: str) -> str:
+        """DSN of the rollout's database at this epoch; made now if there is none. Raises Gone, NoCapacity, Conflict."""
+        ...
+
+    async def record_call(
+        self,
+        rollout: RolloutView,
+        handle: str,
+        *,
+        tool: str,
+        arguments: bytes,
+        result: bytes,
+        is_error: bool,
+        began: float,
+    ) -> None:
+        """The journal's row of a call that was done in the rollout's own database. `began` is Unix time.
+
+        Durable when it returns. Raises Conflict when the rollout was rolled back or released meanwhile.
+        """
         ...
 
     async def end_call(

@@ -13,6 +13,7 @@ from megamcp.errors import UpstreamError
 MODERN = "2026-07-28"
 HANDSHAKE = ("2025-11-25", "2025-06-18", "2025-03-26")
 HANDLE_HEADER = b"MegaMCP-Handle"
+DATABASE_HEADER = b"MegaMCP-Database"
 
 PROTOCOL_KEY = "io.modelcontextprotocol/protocolVersion"
 CLIENT_KEY = "io.modelcontextprotocol/clientInfo"

@@ -24,6 +24,7 @@ from megamcp.dataplane.ports import Limits
 from megamcp.dataplane.protocol import (
     CAPABILITIES_KEY,
     CLIENT_KEY,
+    DATABASE_HEADER,
     HANDLE_HEADER,
     HANDSHAKE,
     MODERN,
@@ -88,8 +89,18 @@ class Upstream:
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def call(self, call: ToolCall, *, handle: str | None = None, progress: Progress | None = None) -> wire.Reply:
-        """Runs one tool call. Raises UpstreamLost, UpstreamError. The caller sets the deadline."""
+    async def call(
+        self,
+        call: ToolCall,
+        *,
+        handle: str | None = None,
+        database: str | None = None,
+        progress: Progress | None = None,
+    ) -> wire.Reply:
+        """Runs one tool call. Raises UpstreamLost, UpstreamError. The caller sets the deadline.
+
+        `handle` and `database` (a DSN) are for servers on our SDK.
+        """
         if (era := self._era) is None:
             era = await self.negotiate()
         number = str(next(self._ids)).encode()
@@ -101,6 +112,8 @@ class Upstream:
             )
             if handle is not None:
                 fields += b"%b: %b\r\n" % (HANDLE_HEADER, handle.encode("ascii"))
+            if database is not None:
+                fields += b"%b: %b\r\n" % (DATABASE_HEADER, database.encode("ascii"))
             if call.headers:
                 fields += field_lines(dict(call.headers))
             if call.modern:

@@ -9,8 +9,8 @@ transaction writable for its record.
 
 Where the transaction ended before the call did (a tool's own COMMIT, a terminated backend, a lost
 connection), `call_fail` asks under the same lock what became of it and records the failure if nothing did.
-Only a BEGIN is sent twice; whatever may have run is left to the gateway's retry, which is safe by its
-idempotency key.
+Only what comes before the tool is sent again; whatever may have run is left to the gateway's retry, which is
+safe by its idempotency key.
 """
 
 import asyncio
@@ -36,6 +36,9 @@ FAIL = "select * from megamcp.call_fail($1, $2, $3, $4)"
 _SAVEPOINT = f"savepoint megamcp_{secrets.token_hex(8)}"
 _READ_ONLY = f"{_SAVEPOINT}; set transaction read only"
 _UNDO = f"rollback to {_SAVEPOINT}"
+
+_TRIES = 5
+_PAUSE_S = 0.02
 
 # JSON-RPC code by SQLSTATE of a refusal, as the gateway's own errors have them (megamcp.errors).
 _RPC_CODES = {
@@ -76,19 +79,23 @@ class Call:
 
 async def run_recorded(database: Database, call: Call, body: Body) -> Outcome:
     """Raises CallRefused where the call could not be made or its outcome can't be told."""
-    try:
+    tries = 0
+    while True:
+        tries += 1
         try:
             return await _attempt(database, call, body)
-        except _NotBegun:
-            return await _attempt(database, call, body)
-    except _NotBegun as error:
-        raise unavailable("The database connection broke before the call began.", error) from error
-    except _Ended as ended:
-        return await _settle(database, call, ended)
+        except _NotBegun as error:
+            if tries >= _TRIES:
+                raise unavailable(
+                    "The database connection broke before the tool ran; nothing was done.", error, outcome="none"
+                ) from error
+        except _Ended as ended:
+            return await _settle(database, call, ended)
+        await asyncio.sleep(_PAUSE_S * (tries - 1))
 
 
 class _NotBegun(Exception):
-    """BEGIN itself failed: the connection had died unnoticed, so another one may try."""
+    """BEGIN or `call_begin` met a connection that was gone, so another one may try: the handle is still unused."""
 
 
 async def _attempt(database: Database, call: Call, body: Body) -> Outcome:
@@ -150,9 +157,10 @@ async def _begin(lease: Lease, transaction: Any, call: Call) -> Any:
             await lease.driver.execute(_READ_ONLY if call.read_only else _SAVEPOINT)
     except Exception as error:
         # Nothing has run: to end the transaction is all there is to do.
+        if is_lost(error):
+            raise _NotBegun from error
         refusal = _refusal(error)
-        if not is_lost(error):
-            lease.keep = await _rolled_back(transaction)
+        lease.keep = await _rolled_back(transaction)
         raise refusal from error
     return row
 
@@ -253,10 +261,6 @@ async def _settle(database: Database, call: Call, ended: _Ended) -> Outcome:
 
 def _refusal(error: Exception) -> CallRefused:
     """An error of `call_begin` as it goes to the gateway."""
-    if is_lost(error):
-        return unavailable(
-            "The database connection broke before the tool ran; nothing was done.", error, outcome="none"
-        )
     state = getattr(error, "sqlstate", None) or ""
     if state.startswith("MM"):
         try:

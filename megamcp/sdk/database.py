@@ -19,7 +19,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import asyncpg
 from sqlalchemy import event
@@ -87,6 +87,9 @@ class Lease:
 class Database:
     """Raises CallRefused (`database_unavailable`, `no_capacity`) from `lease`."""
 
+    _statements_kept: ClassVar[int] = 100
+    """Prepared statements that each connection keeps."""
+
     def __init__(self, dsn: str, pool_size: int) -> None:
         self.pool_size = pool_size
         self._dsn = dsn
@@ -98,6 +101,7 @@ class Database:
             max_overflow=0,
             pool_timeout=POOL_WAIT_S,
             hide_parameters=True,
+            connect_args={"prepared_statement_cache_size": self._statements_kept},
         )
         engine = self._engine.sync_engine
         event.listen(engine, "checkout", _replace_dead)
@@ -125,13 +129,7 @@ class Database:
         self, connection: Connection, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
     ) -> tuple[str, Any]:
         """Checks a statement, and rewrites it where the views need another form. Runs in SQLAlchemy's greenlet."""
-        guard = _guard(connection)
-        if guard.spoiled:
-            raise guard.spoiled
-        if not guard.in_transaction() and not guard.driver.is_closed():
-            raise guard.spoil("end")
-        if context is not None and context.execution_options.get("stream_results"):
-            guard.streamed = True
+        guard = admitted(connection, context)
         check_statement(statement, savepoints=True)
         if not rewrites.candidate(statement):
             return statement, parameters
@@ -151,7 +149,7 @@ class Database:
             yield lease
         finally:
             lease.guard.ended = True
-            if lease.keep and not lease.guard.streamed and not lease.driver.is_closed():
+            if lease.keep and not lease.guard.streamed and not lease.driver.is_closed() and await self._tidy(lease):
                 await lease.db.close()
             else:
                 # Shielded, since this is also the way of a cancelled call; asyncpg first waits for the cancel
@@ -160,6 +158,16 @@ class Database:
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
                 await asyncio.shield(task)
+
+    async def _tidy(self, lease: Lease) -> bool:
+        """Whether a connection may serve another call. Statements of a `schema` state leave nothing in a session."""
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call holds a connection."""
+        pool: Any = self._engine.pool
+        return bool(pool.checkedout() == 0)
 
     async def _checkout(self) -> Lease:
         try:
@@ -233,6 +241,18 @@ def _guard(connection: Connection) -> Guarded:
     guard = connection.info.get(_KEY)
     if not isinstance(guard, Guarded) or guard.ended:
         raise InvalidRequestError("`db` belongs to one call and that call has ended; it can't be kept.")
+    return guard
+
+
+def admitted(connection: Connection, context: Any) -> Guarded:
+    """The call's hold on the connection, if a statement may run on it now."""
+    guard = _guard(connection)
+    if guard.spoiled:
+        raise guard.spoiled
+    if not guard.in_transaction() and not guard.driver.is_closed():
+        raise guard.spoil("end")
+    if context is not None and context.execution_options.get("stream_results"):
+        guard.streamed = True
     return guard
 
 

@@ -25,6 +25,7 @@ from megamcp.sdk import rpc
 from megamcp.sdk.calls import Call, run_recorded
 from megamcp.sdk.database import Database, Lease
 from megamcp.sdk.inject import Clock, Context, Random
+from megamcp.sdk.own import OwnDatabases
 from megamcp.sdk.results import CallRefused, Outcome
 from megamcp.sdk.rpc import Headers, Request, RpcError
 from megamcp.sdk.server import Server, Tool
@@ -51,10 +52,12 @@ class ToolApp:
     def __init__(self, server: Server, *, dsn: str | None = None, pool_size: int = 8) -> None:
         self.server = server
         self._database = Database(dsn, pool_size) if dsn else None
+        self._owned = OwnDatabases()
         self._static = rpc.StaticAnswers(server)
         self._running = 0
 
     async def aclose(self) -> None:
+        await self._owned.aclose()
         if self._database is not None:
             await self._database.aclose()
 
@@ -122,17 +125,19 @@ class ToolApp:
         self._running += 1
         try:
             outcome = await _until_disconnect(
-                receive, self._call(tool, call.arguments, headers.handle, Context(tool.name, report))
+                receive, self._call(tool, call.arguments, headers, Context(tool.name, report))
             )
         finally:
             self._running -= 1
         await stream.result(request.id, outcome.result)
 
-    async def _call(self, tool: Tool, raw: bytes, handle: str | None, context: Context) -> Outcome:
+    async def _call(self, tool: Tool, raw: bytes, headers: Headers, context: Context) -> Outcome:
         parsed = tool.parse(raw)
-        if self._database is None or handle is None:
+        handle = headers.handle
+        database = self._owned.of(headers.database) if headers.database else self._database
+        if database is None or handle is None:
             if tool.needs_state:
-                missing = "state handle" if self._database is not None else "database"
+                missing = "state handle" if database is not None else "database"
                 raise CallRefused(
                     "no_state",
                     f"Tool {tool.name} works on a rollout's state, but this call has no {missing}.",
@@ -149,7 +154,7 @@ class ToolApp:
 
         reads_clock = Injected.CLOCK in tool.signature.injected.values()
         call = Call(handle, tool.name, raw.decode(), tool.read_only, reads_clock)
-        return await run_recorded(self._database, call, body)
+        return await run_recorded(database, call, body)
 
 
 class _Stream:

@@ -68,7 +68,9 @@ class Headers:
 
     __slots__ = ("_values", "repeated")
 
-    _KNOWN = frozenset({b"accept", b"mcp-protocol-version", b"mcp-method", b"mcp-name", b"megamcp-handle"})
+    _KNOWN = frozenset(
+        {b"accept", b"mcp-protocol-version", b"mcp-method", b"mcp-name", b"megamcp-handle", b"megamcp-database"}
+    )
 
     def __init__(self, raw: Iterable[tuple[bytes, bytes]]) -> None:
         self._values: dict[bytes, str] = {}
@@ -101,6 +103,11 @@ class Headers:
     @property
     def handle(self) -> str | None:
         return self._values.get(b"megamcp-handle")
+
+    @property
+    def database(self) -> str | None:
+        """DSN of the rollout's own database, where it has one."""
+        return self._values.get(b"megamcp-database")
 
     def acceptable(self) -> bool:
         accept = self._values.get(b"accept")

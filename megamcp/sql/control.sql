@@ -357,6 +357,40 @@ begin
     return exists (select 1 from megamcp.rollouts r where r.id = p_rollout and r.epoch = at_epoch and r.status = 'open');
 end $$;
 
+-- Whether the gateway process of that number lives: its instance connection holds the lock.
+create or replace function megamcp.alive(owner bigint) returns boolean
+language sql stable set search_path = pg_catalog, pg_temp as $$
+    select exists (select 1 from pg_locks l where l.locktype = 'advisory' and l.granted and l.objsubid = 1
+                      and l.database = (select oid from pg_database where datname = current_database())
+                      and l.classid::bigint = ((owner >> 32) & 4294967295)
+                      and l.objid::bigint = (owner & 4294967295))
+$$;
+
+-- The journal row of a call that a rollout's own database has recorded; the row that is there already, by its nonce. Null
+-- where the rollout was rolled back or released after the call had begun, unless `p_late`: the database goes now.
+create or replace function megamcp.record_call(p_rollout text, p_server text, p_tool text, p_arguments text, p_result text,
+    p_failed boolean, p_began timestamptz, p_ended timestamptz, p_nonce uuid, p_key text, p_fingerprint bytea, p_epoch integer, p_late boolean)
+returns bigint language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+declare
+    kept record := megamcp.keep_result(p_result);
+    r record;
+begin
+    update megamcp.rollouts x set seq = x.seq + 1
+     where x.id = p_rollout and (p_late or x.status = 'open' and x.epoch = p_epoch)
+       and not exists (select 1 from megamcp.events v where v.nonce = p_nonce)
+    returning x.seq, x.checkpoint into r;
+    if found then
+        insert into megamcp.events (rollout, seq, kind, at, server, tool, arguments, state, nonce, idempotency_key,
+                                    fingerprint, checkpoint, epoch, exact, result, result_blob, is_error, ended_at)
+        values (p_rollout, r.seq, 'call', p_began, p_server, p_tool, p_arguments, 'done', p_nonce, p_key, p_fingerprint,
+                r.checkpoint, p_epoch, true, kept.result, kept.blob, p_failed, p_ended);
+        return r.seq;
+    end if;
+    return (select v.seq from megamcp.events v where v.nonce = p_nonce);
+exception when unique_violation then    -- two gateway processes record it at once
+    return (select v.seq from megamcp.events v where v.nonce = p_nonce);
+end $$;
+
 -- A tool can't end the transaction by itself: at COMMIT its call must be over.
 create or replace function megamcp.demand_result() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$

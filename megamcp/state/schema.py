@@ -116,6 +116,11 @@ class TableDiff:
     total: int
     truncated: bool
 
+    def reversed(self) -> "TableDiff":
+        """The way back."""
+        back = tuple(Change(change.after, change.before) for change in self.changed)
+        return TableDiff(self.removed, self.added, back, self.total, self.truncated)
+
 
 def state_sql() -> str:
     """SQL of the functions that all states share (schema megamcp); safe to run again."""

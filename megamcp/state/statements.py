@@ -98,6 +98,20 @@ def _cached_long_verdict(sql: str, visible: str | None, savepoints: bool, query:
     return _judge(sql, visible, savepoints, query)
 
 
+def kinds_of(sql: str) -> list[str]:
+    """Parse-tree names of the statements in a text (`SelectStmt`); empty where PostgreSQL will report a syntax error.
+
+    Raises `UnsupportedStatement` for a text that can't be parsed safely.
+    """
+    refusal = _unsafe(sql)
+    if refusal is None:
+        try:
+            return [kind for raw in _parse(sql.encode()) or () for kind in raw["stmt"]]
+        except _Refused as refused:
+            refusal = refused.refusal
+    raise _error(refusal)
+
+
 def _verdict(sql: str, visible: str | None, savepoints: bool, query: bool) -> Refusal | None:
     """Long texts have a small cache of their own, so that the caches stay below 64 MiB whatever is sent."""
     cached = _cached_verdict if len(sql) <= _CACHED_LENGTH else _cached_long_verdict
@@ -105,18 +119,10 @@ def _verdict(sql: str, visible: str | None, savepoints: bool, query: bool) -> Re
 
 
 def _judge(sql: str, visible: str | None, savepoints: bool, query: bool) -> Refusal | None:
+    if refusal := _unsafe(sql):
+        return refusal
     try:
-        text = sql.encode()
-    except UnicodeEncodeError:
-        return refusals.NOT_TEXT
-    if b"\0" in text:
-        return refusals.NOT_TEXT
-    if len(text) > MAX_BYTES:
-        return refusals.TOO_LONG
-    if len(text) > _SURELY_SHALLOW and _longest_chain(sql) > _MAX_CHAIN:
-        return refusals.TOO_DEEP
-    try:
-        statements = _parse(text)
+        statements = _parse(sql.encode())
         if statements is None:
             return None
         if len(statements) > 1:
@@ -129,6 +135,21 @@ def _judge(sql: str, visible: str | None, savepoints: bool, query: bool) -> Refu
     except _Refused as refused:
         return refused.refusal
     except RecursionError:
+        return refusals.TOO_DEEP
+    return None
+
+
+def _unsafe(sql: str) -> Refusal | None:
+    """Why a text can't be given to the parser."""
+    try:
+        text = sql.encode()
+    except UnicodeEncodeError:
+        return refusals.NOT_TEXT
+    if b"\0" in text:
+        return refusals.NOT_TEXT
+    if len(text) > MAX_BYTES:
+        return refusals.TOO_LONG
+    if len(text) > _SURELY_SHALLOW and _longest_chain(sql) > _MAX_CHAIN:
         return refusals.TOO_DEEP
     return None
 

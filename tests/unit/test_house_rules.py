@@ -57,7 +57,14 @@ DIRECTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     (
         "megamcp/sdk",
-        ("megamcp.sdk", "megamcp.errors", "megamcp.state.rewrites", "megamcp.state.statements", "megamcp.__version__"),
+        (
+            "megamcp.sdk",
+            "megamcp.errors",
+            "megamcp.plain",
+            "megamcp.state.rewrites",
+            "megamcp.state.statements",
+            "megamcp.__version__",
+        ),
         ("fastapi", "starlette", "mcp", "aiohttp", "httpx"),
     ),
     (

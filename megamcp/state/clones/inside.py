@@ -12,7 +12,7 @@ import asyncpg
 
 from megamcp.errors import Conflict
 from megamcp.state.clones import diffs
-from megamcp.state.clones.types import CallRow, Mark
+from megamcp.state.clones.types import Bound, CallRow, Mark
 from megamcp.state.schema import TableDiff
 
 HandSession = Callable[[], AbstractAsyncContextManager[asyncpg.Connection]]
@@ -57,6 +57,23 @@ class Inside:
         await self.connection.execute(
             "update megamcp.here set rollout = $1, server = $2, epoch = $3", rollout, server, epoch
         )
+
+    async def bound(self) -> Bound | None:
+        """Whose database this is; None: nobody's."""
+        row = await self.connection.fetchrow("select rollout, server, epoch from megamcp.here")
+        return None if row["rollout"] is None else Bound(*row.values())
+
+    async def position(self) -> int:
+        """The end of the log: no position in it is above."""
+        return int(
+            await self.connection.fetchval(
+                "select greatest((select max(id) from megamcp.log), (select max(position) from megamcp.marks))"
+            )
+        )
+
+    async def origin_sum(self) -> int:
+        """The digest of what the source holds, which is position 0."""
+        return int(await self.connection.fetchval("select sum from megamcp.marks where position = 0"))
 
     async def reachable(self, position: int) -> bool:
         """Whether `rewind` can get there: a mark, and nothing after it that can't be undone row by row."""

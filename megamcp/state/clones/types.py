@@ -30,6 +30,15 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class Bound:
+    """The rollout, server and epoch whose handles a database takes."""
+
+    rollout: str
+    server: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class CallRow:
     """A call as this database recorded it. `id` grows; `outcome` is `done` or `failed`, `mode` `r` or `w`."""
 

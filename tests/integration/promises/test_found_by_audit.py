@@ -41,7 +41,7 @@ async def test_many_readers_of_checkpoints_do_not_wait_for_each_other(world: Wor
     points = [(await world.checkpoint(rollout))["id"] for rollout in rollouts]
     began = time.monotonic()
     await asyncio.gather(*(world.digest(r, p) for r, p in zip(rollouts, points, strict=True)))
-    await asyncio.gather(*(world.services.rollouts.diff(r, p, "head") for r, p in zip(rollouts, points, strict=True)))
+    await asyncio.gather(*(world.services.points.diff(r, p, "head") for r, p in zip(rollouts, points, strict=True)))
     assert time.monotonic() - began < 8
 
 
@@ -58,7 +58,7 @@ async def test_a_checkpoint_that_is_being_read_is_not_collected(world: World) ->
         assert await reading.fetchval("select count(*) from megamcp.checkpoints where id = $1", point) == 1
     await world.services.reaper.once()
     with pytest.raises(NotFound):
-        await world.services.rollouts.diff(other, "base", point)
+        await world.services.points.diff(other, "base", point)
 
 
 async def test_a_pin_and_a_release_at_once_never_both_succeed(world: World) -> None:

@@ -1,0 +1,141 @@
+"""The PostgreSQL clusters that hold cloned databases: those that the settings name, or one of our own.
+
+Our own is started when it is first needed.
+
+A cluster is known by a name that also says which one it is (its system identifier), so that a row of a cluster that
+was lost is told from one of a new cluster at the same place. Our own runs with fsync off: what an operating-system
+crash may lose are states, never the journal; after such a crash the folder is set aside, since its files can't be
+trusted, and a new cluster is made.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import asyncpg
+
+from megamcp.errors import Gone, Unavailable
+from megamcp.postgres import EmbeddedPostgres
+from megamcp.settings import Settings
+from megamcp.state.clones import Cluster
+
+log = logging.getLogger(__name__)
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+SETTINGS = {"fsync": "off", "full_page_writes": "off", "shared_buffers": "128MB", "autovacuum_naptime": "30s"}
+CONNECTIONS = 500
+
+
+class Clusters:
+    """Opened once, closed with the gateway. `ready` is cheap after the first time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._urls = [url.get_secret_value() for url in settings.state_urls]
+        self._embedded: EmbeddedPostgres | None = None
+        self._clusters: dict[str, Cluster] = {}
+        self._opening = asyncio.Lock()
+
+    @property
+    def opened(self) -> Sequence[Cluster]:
+        """Those that run already; empty when nothing has asked for one."""
+        return list(self._clusters.values())
+
+    async def ready(self) -> Sequence[Cluster]:
+        """Every cluster. Raises `Unavailable`, `Unprocessable` (`postgres_too_old`, missing rights)."""
+        if not self._clusters:
+            async with self._opening:
+                if not self._clusters:
+                    self._clusters = await self._open()
+        return list(self._clusters.values())
+
+    async def named(self, name: str) -> Cluster:
+        """Raises `Gone` (`state_lost`) for a cluster that is no more."""
+        await self.ready()
+        if name not in self._clusters:
+            raise Gone(
+                f"The databases of cluster {name} are lost: it is not among the state clusters any more.",
+                code="state_lost",
+                hint="The journal still has what was done. Open a new rollout.",
+            )
+        return self._clusters[name]
+
+    async def aclose(self) -> None:
+        """Ends connections, and the cluster that is ours."""
+        for cluster in self._clusters.values():
+            await cluster.close()
+        self._clusters = {}
+        if self._embedded is not None:
+            await self._embedded.stop()
+            await asyncio.to_thread(os.sync)
+            _mark(self._embedded.data_dir).unlink(missing_ok=True)
+            self._embedded = None
+
+    async def _open(self) -> dict[str, Cluster]:
+        urls = self._urls or [await self._start_own()]
+        opened: dict[str, Cluster] = {}
+        try:
+            for url in urls:
+                cluster = Cluster(await _identifier(url), url, admin_connections=self._settings.state_connections)
+                await cluster.open()
+                opened[cluster.name] = cluster
+                if not cluster.reflink:
+                    log.warning(
+                        "state cluster %s can't share blocks between databases: each copy takes its full size and time."
+                        " Put MEGAMCP_STATE_DIR on XFS with reflink or on btrfs.",
+                        cluster.name,
+                    )
+        except BaseException:
+            for cluster in opened.values():
+                await cluster.close()
+            raise
+        return opened
+
+    async def _start_own(self) -> str:
+        if self._embedded is None:
+            folder = self._settings.state_dir or self._settings.data_dir / "state"
+            _set_aside(folder)
+            embedded = EmbeddedPostgres(folder, max_connections=CONNECTIONS, settings=SETTINGS)
+            await embedded.start()
+            self._embedded = embedded
+        return self._embedded.dsn
+
+
+async def _identifier(url: str) -> str:
+    """What tells this cluster from all others. Raises `Unavailable`."""
+    try:
+        connection = await asyncpg.connect(url, timeout=10)
+    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        raise Unavailable(
+            f"A state cluster can't be reached: {type(error).__name__}: {error}".rstrip(": "),
+            code="state_cluster_unreachable",
+            hint="MEGAMCP_STATE_URLS names them; each needs a login that may create databases and roles.",
+        ) from error
+    try:
+        return str(await connection.fetchval("select system_identifier from pg_control_system()"))
+    finally:
+        await connection.close()
+
+
+def _mark(folder: Path) -> Path:
+    """Names the boot of the machine in which files may not be on disk yet. Absent: all of them are."""
+    return folder.with_name(f"{folder.name}.boot")
+
+
+def _set_aside(folder: Path) -> None:
+    """A cluster without fsync that was used when the operating system went down is not to be trusted."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    boot = BOOT.read_text().strip() if BOOT.exists() else "unknown"
+    mark = _mark(folder)
+    if folder.exists() and mark.exists() and mark.read_text().strip() != boot:
+        aside = folder.with_name(f"{folder.name}.lost-{int(time.time())}")
+        os.rename(folder, aside)
+        log.error(
+            "the machine went down while the state cluster ran with fsync off: its databases are lost and were set"
+            " aside as %s; the journal is whole. Rollouts that stand on them answer state_lost.",
+            aside.name,
+        )
+    mark.write_text(boot)

@@ -1,0 +1,473 @@
+"""A rollout's own database: made when it is first needed, frozen, moved back, given up.
+
+Invariants:
+- a rollout has at most one database per server, and it is bound inside to the rollout and its epoch: a handle of
+  before a rollback is refused there;
+- a copy is begun only from a point that can't move (a position in a log), and used only if the rollout still stands
+  where it stood when the copy was begun;
+- whoever needs a database's lock and the rollout's takes the rollout's first.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import asyncpg
+
+from megamcp import state
+from megamcp.databases import journal as sql
+from megamcp.databases.clusters import Clusters
+from megamcp.databases.sources import Sources
+from megamcp.environments import LoadedEnvironment, LoadedServer
+from megamcp.errors import DeadlineExceeded, Gone, NoCapacity
+from megamcp.failpoints import failpoint
+from megamcp.handles import Signer
+from megamcp.settings import Settings
+from megamcp.state.clones import CallRow, Cluster, Inside, Mark
+from megamcp.store import Store
+
+log = logging.getLogger(__name__)
+
+PLACES_KEPT = 10_000
+_MADE_ELSEWHERE_S = 0.005
+_WAIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rollout's database is."""
+
+    cluster: Cluster
+    name: str
+    dsn: str
+    """Of the database's own login. Holds its password."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A position in the log of a database: what a checkpoint keeps.
+
+    `sealed` is a copy at an earlier position, from which the log can be played on.
+    """
+
+    database: str
+    position: int
+    sealed: str | None = None
+    sealed_position: int | None = None
+    total: int | None = None
+    """128-bit sum of what differs from the source; None where the log doesn't tell."""
+
+
+class Databases:
+    """One per gateway process. `owner` is the number under which others can tell that it lives."""
+
+    def __init__(
+        self,
+        store: Store,
+        clusters: Clusters,
+        sources: Sources,
+        signer: Signer,
+        settings: Settings,
+        owner: Callable[[], int],
+    ) -> None:
+        self.clusters = clusters
+        self.sources = sources
+        self._store = store
+        self._signer = signer
+        self._settings = settings
+        self._owner = owner
+        self._places: dict[tuple[str, str, int], Place] = {}
+        self._making: dict[tuple[str, str], asyncio.Task[Place]] = {}
+
+    # -- finding and making ---------------------------------------------------------------------------------------
+
+    async def place(self, rollout: str, epoch: int, server: LoadedServer, environment: LoadedEnvironment) -> Place:
+        """The rollout's database, ready for a call at this epoch; made now if there is none.
+
+        Raises `Gone` (`state_lost`, or the rollout has ended), `NoCapacity` (`disk_full`), `Unavailable`.
+        """
+        key = (rollout, server.name, epoch)
+        if known := self._places.get(key):
+            return known
+        # Many calls may wait for one copy, and none of them owns it.
+        making = self._making.get(key[:2])
+        if making is None:
+            making = asyncio.create_task(self._find_or_make(rollout, server, environment))
+            self._making[key[:2]] = making
+            making.add_done_callback(lambda _: self._making.pop(key[:2], None))
+        place = await asyncio.shield(making)
+        if len(self._places) >= PLACES_KEPT:
+            del self._places[next(iter(self._places))]
+        self._places[key] = place
+        return place
+
+    def forget(self, rollout: str) -> None:
+        """The rollout was moved or has ended: where its databases were is no longer true."""
+        for key in [key for key in self._places if key[0] == rollout]:
+            del self._places[key]
+
+    async def _find_or_make(self, rollout: str, server: LoadedServer, environment: LoadedEnvironment) -> Place:
+        give_up = time.monotonic() + _WAIT_S
+        while True:
+            head = await self._store.row(sql.HEAD, rollout, server.name)
+            if head is None:
+                if place := await self._make(rollout, server, environment):
+                    return place
+            elif head["status"] == "ready":
+                if head["rewind_to"] is None or await self._carry_out(rollout, server.name, head):
+                    return await self.placed(head["cluster"], head["name"])
+            elif head["orphaned"]:  # its maker died; the keeper drops what there is of it
+                await self._store.value(sql.ABANDON, head["name"], rollout)
+            if time.monotonic() > give_up:
+                raise DeadlineExceeded(
+                    f"The database of rollout {rollout} is not ready yet.", code="database_not_ready"
+                )
+            if head is not None:
+                await asyncio.sleep(_MADE_ELSEWHERE_S)
+
+    async def placed(self, cluster_name: str, name: str) -> Place:
+        """A database that is there. Raises `Gone` where its cluster is not."""
+        cluster = await self.clusters.named(cluster_name)
+        return Place(cluster, name, cluster.dsn_for(name, name, self.password(name)))
+
+    def password(self, name: str) -> str:
+        """Of the login that belongs to a database and has its name."""
+        return self._signer.password(f"database {name}")
+
+    async def _make(self, rollout: str, server: LoadedServer, environment: LoadedEnvironment) -> Place | None:
+        """A copy for the rollout, bound to it; None when somebody else is making it, or the rollout moved meanwhile."""
+        standing = await self._store.row(sql.STANDING, rollout)
+        if standing is None or standing["status"] != "open":
+            raise Gone(f"Rollout {rollout} is {standing['status'] if standing else 'gone'}.", code="rollout_closed")
+        origin = await self._store.row(sql.ORIGIN, rollout, server.name)
+        if origin is None:
+            source = await self.sources.ready(server, environment)
+            cluster = await self.clusters.named(source.cluster)
+            name = await self._store.value(
+                sql.TAKE_SPARE, rollout, source.content, source.cluster, server.name, environment.id, self._owner()
+            )
+            lineage: dict[str, int] = {}
+            if name is None:
+                name = await self._plan(cluster, server, environment, rollout, {})
+                if name is None:
+                    return None
+                await self._copy(cluster, source.name, name)
+        else:
+            cluster = await self.clusters.named(origin["cluster"])
+            name = await self._plan(cluster, server, environment, rollout, origin["lineage"])
+            if name is None:
+                return None
+            lineage = await self._copy_at(cluster, _point(origin), name, server, environment, origin["lineage"])
+        async with cluster.inside(name) as inside:
+            await inside.bind(rollout, server.name, standing["epoch"])
+            mark = await inside.mark()
+        await failpoint("database.bound")
+        done = await self._store.value(
+            sql.HEAD_READY, name, standing["epoch"], standing["checkpoint"], lineage, mark.call
+        )
+        if done:
+            return await self.placed(cluster.name, name)
+        await self._give_up(name, rollout)
+        return None
+
+    async def settled(self, rollout: str, server: LoadedServer) -> asyncpg.Record | None:
+        """The row of the rollout's database when it is ready and owes nothing; None when there is none yet."""
+        head = await self._store.row(sql.HEAD, rollout, server.name)
+        if head is None or head["status"] != "ready":
+            return None
+        if head["rewind_to"] is not None and not await self._carry_out(rollout, server.name, head):
+            return None
+        return head
+
+    async def make_view(
+        self, server: LoadedServer, environment: LoadedEnvironment, point: Point | None, lineage: Mapping[str, int]
+    ) -> tuple[Place, dict[str, int]]:
+        """A copy that stands at a point (None: at the beginning), for readers. The keeper drops it when nobody does."""
+        source = await self.sources.ready(server, environment)
+        if point is None:
+            cluster = await self.clusters.named(source.cluster)
+        else:
+            row = await self._store.row("select cluster from megamcp.databases where name = $1", point.database)
+            if row is None:
+                raise Gone("The database of this point is gone.", code="state_lost")
+            cluster = await self.clusters.named(row["cluster"])
+        name = await self._plan(cluster, server, environment, None, lineage, "view")
+        assert name is not None
+        found: dict[str, int] = {}
+        if point is None:
+            await self._copy(cluster, source.name, name)
+        else:
+            found = await self._copy_at(cluster, point, name, server, environment, lineage)
+        await self._store.value(sql.READY, name, False, found)
+        return await self.placed(cluster.name, name), found
+
+    async def _give_up(self, name: str, rollout: str) -> None:
+        """The rollout has moved while its copy was made."""
+        await self._store.value(sql.READY, name, False, None)
+        await self._store.value(sql.ABANDON, name, rollout)
+
+    async def _plan(
+        self,
+        cluster: Cluster,
+        server: LoadedServer,
+        environment: LoadedEnvironment,
+        rollout: str | None,
+        lineage: Mapping[str, int],
+        kind: str = "clone",
+    ) -> str | None:
+        """The row of a database that is about to be made; None when the rollout has one."""
+        await self._demand_space(cluster)
+        assert server.database is not None
+        name = self.sources.new_name()
+        made: str | None = await self._store.value(
+            sql.PLAN,
+            name,
+            cluster.name,
+            environment.id,
+            server.name,
+            kind,
+            server.database,
+            rollout,
+            dict(lineage),
+            self._owner(),
+        )
+        await failpoint("database.planned")
+        return made
+
+    async def _demand_space(self, cluster: Cluster) -> None:
+        disk = await cluster.disk()
+        if disk is not None and disk.free < self._settings.disk_reserve:
+            raise NoCapacity(
+                f"The state cluster's file system has {disk.free >> 20} MB left, below the reserve of"
+                f" {self._settings.disk_reserve >> 20} MB.",
+                code="disk_full",
+                retry_after=self._settings.reap_interval_s,
+                hint="Release rollouts and checkpoints, or give MEGAMCP_STATE_DIR more room.",
+            )
+
+    async def _copy(self, cluster: Cluster, source: str, name: str) -> None:
+        await cluster.clone(source, name, login=name, password=self.password(name))
+        await failpoint("database.copied")
+
+    async def _copy_at(
+        self,
+        cluster: Cluster,
+        point: Point,
+        name: str,
+        server: LoadedServer,
+        environment: LoadedEnvironment,
+        lineage: Mapping[str, int],
+    ) -> dict[str, int]:
+        """A copy that stands at a point. Returns its lineage."""
+        assert server.database is not None
+        await self._copy(cluster, point.database, name)
+        async with cluster.inside(name) as inside:
+            split = await inside.position()
+            if await inside.reachable(point.position):
+                await inside.rewind(point.position)
+                return {**lineage, point.database: split}
+        # DDL came after it. What a sealed copy or the source holds can be played on: nothing such lies between.
+        sealed, after = point.sealed, point.sealed_position
+        if sealed is None or after is None:
+            sealed, after = await self.sources.of(server.database, cluster.name), 0
+        log_of = await self._plan(cluster, server, environment, None, {})
+        assert log_of is not None
+        await self._copy(cluster, point.database, log_of)
+        await cluster.drop(name, name)
+        await self._copy(cluster, sealed, name)
+        async with cluster.inside(name) as inside, cluster.inside(log_of) as log:
+            await inside.redo(log, after, point.position)
+        await self._store.value(sql.READY, log_of, False, None)
+        known = {ancestor: min(position, after) for ancestor, position in lineage.items()}
+        return {**known, point.database: after, sealed: after}
+
+    # -- following the rollout --------------------------------------------------------------------------------------
+
+    async def _carry_out(self, rollout: str, server: str, head: Mapping[str, Any], patience_s: float = 0.5) -> bool:
+        """The rollback that a database still owes. False: its log can't reach it, the database is given up."""
+        cluster = await self.clusters.named(head["cluster"])
+        name = head["name"]
+        standing = await self._store.row(sql.STANDING, rollout)
+        epoch = standing["epoch"] if standing else -1
+        position = head["rewind_to"]
+        tell = self._tell(cluster, name, "the rollout was rolled back")
+        async with cluster.hold(name, patience_s=patience_s, on_busy=tell) as inside:
+            if (bound := await inside.bound()) is not None and bound.epoch >= epoch:
+                reached = True  # another process, or this one before it was killed
+            elif reached := await inside.reachable(position):
+                await inside.rewind(position)
+                await inside.bind(rollout, server, epoch)
+        await failpoint("database.rewound")
+        if reached:
+            await self._store.value(sql.SETTLED, name, position)
+            return True
+        await self._store.value(sql.ABANDON, name, rollout)
+        with contextlib.suppress(asyncpg.PostgresError, OSError):  # else the keeper does it
+            await self.retire(cluster, name)
+        return False
+
+    def _tell(self, cluster: Cluster, name: str, reason: str) -> Callable[[Sequence[str]], Awaitable[None]]:
+        """What is done before calls that are in the way are ended: their agents learn why."""
+
+        async def tell(calls: Sequence[str]) -> None:
+            async with cluster.inside(name) as inside:
+                await inside.tell(
+                    [uuid.UUID(nonce) for nonce in calls], f"The call was ended: {reason}. Nothing of it was kept."
+                )
+
+        return tell
+
+    async def retire(self, cluster: Cluster, name: str) -> None:
+        """Nobody's any more: what it recorded goes to the journal, and it takes no connections from now on."""
+        tell = self._tell(cluster, name, "the rollout has moved on")
+        async with cluster.hold(name, patience_s=self._settings.rollback_grace_s, on_busy=tell) as inside:
+            bound = await inside.bound()
+            rows = await inside.calls(await self._store.value(sql.COLLECTED_UPTO, name) or 0)
+            for call in (call for call in rows if bound and call.rollout == bound.rollout):
+                await self._store.value(sql.RECORD, *call_arguments(call.rollout, call.server, call), True)
+        await failpoint("database.retired")
+        await cluster.seal(name)
+        await self._store.value(sql.SEALED, name)
+
+    async def moved(self, connection: asyncpg.Connection, rollout: str, checkpoint: str) -> None:
+        """In the transaction of a rollback: the rollout's databases owe it from now on."""
+        await connection.execute(sql.MOVE, rollout, checkpoint)
+
+    async def left(self, connection: asyncpg.Connection, rollout: str) -> None:
+        """In the transaction of a release."""
+        await connection.execute(sql.LEAVE, rollout)
+
+    async def settle(self, rollout: str, environment: LoadedEnvironment) -> None:
+        """After a rollback: carry it out now, so that the next call need not wait for it."""
+        self.forget(rollout)
+        for server in environment.servers:
+            if server.database:
+                head = await self._store.row(sql.HEAD, rollout, server.name)
+                if head is not None and head["status"] == "ready" and head["rewind_to"] is not None:
+                    await self._carry_out(rollout, server.name, head, self._settings.rollback_grace_s)
+
+    @asynccontextmanager
+    async def frozen(
+        self, connection: asyncpg.Connection, row: asyncpg.Record, environment: LoadedEnvironment, patience_s: float
+    ) -> AsyncIterator[dict[str, Point]]:
+        """Where each database server of the rollout stands; no call of theirs runs until the block is left.
+
+        `connection` is in the transaction that holds the rollout's lock.
+        """
+        points: dict[str, Point] = {}
+        async with contextlib.AsyncExitStack() as stack:
+            for server in environment.servers:
+                if not server.database:
+                    continue
+                head = await connection.fetchrow(sql.HEAD, row["id"], server.name)
+                if (
+                    head is not None
+                    and head["rewind_to"] is not None
+                    and not await self._carry_out(row["id"], server.name, head)
+                ):
+                    head = None
+                if head is None or head["status"] != "ready":
+                    if row["checkpoint"] is not None:
+                        origin = await connection.fetchrow(sql.SNAPSHOT, row["checkpoint"], server.name)
+                        if origin is not None:
+                            known = row["sums"].get(server.name)
+                            points[server.name] = _point(origin, None if known is None else int(known, 16))
+                    continue
+                points[server.name] = await self._freeze(stack, connection, row, environment, server, head, patience_s)
+            yield points
+
+    async def _freeze(
+        self,
+        stack: contextlib.AsyncExitStack,
+        connection: asyncpg.Connection,
+        row: asyncpg.Record,
+        environment: LoadedEnvironment,
+        server: LoadedServer,
+        head: asyncpg.Record,
+        patience_s: float,
+    ) -> Point:
+        cluster, name = await self.clusters.named(head["cluster"]), head["name"]
+        tell = self._tell(cluster, name, "a checkpoint could not wait longer")
+        hold = cluster.hold(name, patience_s=patience_s, on_busy=tell)
+        async with contextlib.AsyncExitStack() as inner:
+            inside = await inner.enter_async_context(hold)
+            await self._collect(connection, row["id"], server.name, head, inside)
+            mark = await inside.mark()
+            before = (
+                await connection.fetchrow(sql.SNAPSHOT, row["checkpoint"], server.name) if row["checkpoint"] else None
+            )
+            sealed, sealed_position = _sealed_before(before, head)
+            if mark.exact:
+                stack.push_async_callback(inner.pop_all().aclose)
+                return Point(name, mark.position, sealed, sealed_position, await _total(inside, mark))
+        # What was done since the last checkpoint can't be undone inside (DDL, TRUNCATE): a copy keeps this point.
+        while True:
+            copy = await self._plan(cluster, server, environment, None, head["lineage"])
+            assert copy is not None
+            await self._copy(cluster, name, copy)
+            async with cluster.inside(copy) as there:
+                fits = await there.reachable(mark.position)
+                if fits:
+                    await there.rewind(mark.position)
+            await cluster.seal(copy)
+            await self._store.value(sql.READY, copy, True, None)
+            if fits:
+                return Point(name, mark.position, copy, mark.position, None)
+
+    async def publish(self, connection: asyncpg.Connection, checkpoint: str, points: Mapping[str, Point]) -> None:
+        """In the transaction that publishes the checkpoint."""
+        for server, point in points.items():
+            await connection.execute(
+                sql.PUBLISH, checkpoint, server, point.database, point.position, point.sealed, point.sealed_position
+            )
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def _collect(
+        self, connection: asyncpg.Connection, rollout: str, server: str, head: Mapping[str, Any], inside: Inside
+    ) -> None:
+        """Calls that are recorded inside and not yet in the journal: their gateway died between the two."""
+        rows = await inside.calls(head["collected"])
+        for call in (call for call in rows if call.rollout == rollout):
+            await connection.execute(sql.RECORD, *call_arguments(rollout, server, call), False)
+        if rows:
+            await connection.execute(sql.COLLECTED, head["name"], rows[-1].id)
+
+
+async def _total(inside: Inside, mark: Mark) -> int | None:
+    """What differs from the source, as a sum."""
+    return None if mark.digest is None else (mark.digest - await inside.origin_sum()) % state.MODULUS
+
+
+def _point(row: asyncpg.Record, total: int | None = None) -> Point:
+    return Point(row["database"], row["position"], row["sealed"], row["sealed_position"], total)
+
+
+def _sealed_before(before: asyncpg.Record | None, head: Mapping[str, Any]) -> tuple[str | None, int | None]:
+    """The copy that the line's earlier checkpoint can be played on from, if its log is this one's too."""
+    if before is None or before["sealed"] is None:
+        return None, None
+    return before["sealed"], before["sealed_position"]
+
+
+def call_arguments(rollout: str, server: str, call: CallRow) -> tuple[Any, ...]:
+    return (
+        rollout,
+        server,
+        call.tool,
+        call.arguments,
+        call.result,
+        call.is_error,
+        call.began,
+        call.ended,
+        call.nonce,
+        call.idempotency_key,
+        call.fingerprint,
+        call.epoch,
+    )

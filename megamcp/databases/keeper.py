@@ -1,0 +1,129 @@
+"""Keeps databases in order: spares for rollouts to come, seals on what nobody writes any more, an end to the rest.
+
+Every gateway process runs it. Each database is worked on by one process at a time (its row is locked), each round is
+bounded, and every step may be cut off: the next round, here or elsewhere, takes it up from the rows.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from megamcp.databases import journal as sql
+from megamcp.databases.heads import Databases
+from megamcp.errors import MegaMCPError
+from megamcp.failpoints import failpoint
+from megamcp.settings import Settings
+from megamcp.state.clones import Cluster
+from megamcp.store import Store
+
+log = logging.getLogger(__name__)
+
+BATCH = 200
+PAUSE_S = 1.0
+SPARES_FOR = timedelta(minutes=10)
+
+
+class Keeper:
+    """Runs `once` every second until cancelled. Starts no cluster: where none runs there is nothing to keep."""
+
+    def __init__(self, store: Store, databases: Databases, settings: Settings, owner: Callable[[], int]) -> None:
+        self._store = store
+        self._databases = databases
+        self._settings = settings
+        self._owner = owner
+        self._swept = 0.0
+
+    async def run(self) -> None:
+        """An outage of a cluster stops nothing: the next round tries again."""
+        while True:
+            try:
+                await self.once()
+            except MegaMCPError as error:
+                log.warning("keeper of databases: %s", error)
+            except Exception:
+                log.exception("keeper of databases")
+            await asyncio.sleep(PAUSE_S)
+
+    async def once(self) -> dict[str, int]:
+        """One round; gives what was done, by step."""
+        if not self._databases.clusters.opened:
+            if not await self._store.value("select exists (select 1 from megamcp.databases)"):
+                return {}
+            await self._databases.clusters.ready()
+        done = {"sealed": await self._seal_leftovers()}
+        await self._store.value(sql.DROP_SNAPSHOTS)
+        await self._store.rows(sql.CONDEMN, BATCH)
+        done["dropped"] = await self._drop()
+        done["orphans"] = await self._drop_orphans()
+        done["spares"] = await self._make_spares()
+        return done
+
+    async def _seal_leftovers(self) -> int:
+        sealed = 0
+        for row in await self._store.rows(sql.OPEN_LEFTOVERS, BATCH):
+            if cluster := self._cluster(row["cluster"]):
+                await self._databases.retire(cluster, row["name"])
+                sealed += 1
+        return sealed
+
+    async def _drop(self) -> int:
+        dropped = 0
+        for row in await self._store.rows(sql.DROPPING, BATCH):
+            async with self._store.transaction() as connection:
+                if not await connection.fetchval(sql.LOCK_ROW, row["name"]):
+                    continue
+                if cluster := self._cluster(row["cluster"]):
+                    await cluster.drop(row["name"], row["name"])
+                self._databases.sources.forget(row["name"])
+                await failpoint("database.dropped")
+                await connection.execute(sql.FORGET, row["name"])
+                dropped += 1
+        return dropped
+
+    async def _drop_orphans(self) -> int:
+        """Databases of ours that no row knows: there are none unless a cluster was restored from a copy."""
+        if time.monotonic() - self._swept < 60:
+            return 0
+        self._swept = time.monotonic()
+        dropped = 0
+        for cluster in self._databases.clusters.opened:
+            there = {name for name in await cluster.names() if name.startswith(self._databases.sources.prefix)}
+            known = {row["name"] for row in await self._store.rows(sql.NAMES, cluster.name)}
+            for name in there - known:
+                log.warning("database %s belongs to nothing and is dropped", name)
+                await cluster.drop(name, name)
+                dropped += 1
+        return dropped
+
+    async def _make_spares(self) -> int:
+        made = 0
+        for row in await self._store.rows(sql.WANTED_SPARES, SPARES_FOR):
+            cluster = self._cluster(row["cluster"])
+            if cluster is None or row["spares"] >= self._settings.spare_databases:
+                continue
+            disk = await cluster.disk()
+            if disk is not None and disk.free < 2 * self._settings.disk_reserve:
+                continue
+            name = self._databases.sources.new_name()
+            await self._store.value(
+                sql.PLAN,
+                name,
+                cluster.name,
+                None,
+                None,
+                "spare",
+                row["content"],
+                None,
+                {},
+                self._owner(),
+            )
+            await cluster.clone(row["source"], name, login=name, password=self._databases.password(name))
+            await failpoint("spare.copied")
+            await self._store.value(sql.READY, name, False, None)
+            made += 1
+        return made
+
+    def _cluster(self, name: str) -> Cluster | None:
+        return next((cluster for cluster in self._databases.clusters.opened if cluster.name == name), None)

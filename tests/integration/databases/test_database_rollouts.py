@@ -1,0 +1,157 @@
+"""Rollouts on databases of their own: calls, checkpoints, forks, rollbacks, DDL, reading points."""
+
+import asyncio
+
+import pytest
+
+from megamcp.errors import Conflict, Gone
+from tests.integration.databases.shop import Shop, SqlFailed
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def stock(shop: Shop, rollout: str, isbn: str = "978-0000007919") -> int:
+    return int((await shop.read(rollout, f"select stock from books where isbn = '{isbn}'"))[0][0])
+
+
+async def test_a_rollout_reads_and_writes_a_database_of_its_own(shop: Shop) -> None:
+    one, two = await shop.open(2)
+    assert (await shop.run(one, "update books set stock = 77 where isbn = '978-0000007919' returning stock")) == [[77]]
+    assert await stock(shop, one) == 77
+    assert await stock(shop, two) == 13
+
+
+async def test_a_fork_starts_where_the_checkpoint_stands(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "update books set stock = 1")
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "update books set stock = 2")
+    forks = await shop.fork(point["id"], 2)
+    assert [await stock(shop, fork) for fork in forks] == [1, 1]
+    await shop.run(forks[0], "update books set stock = 3")
+    assert [await stock(shop, r) for r in (rollout, *forks)] == [2, 3, 1]
+
+
+async def test_a_rollback_restores_rows_and_sequences(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "insert into customers (name, email) values ('A', 'a@x') returning customer_id")
+    point = await shop.checkpoint(rollout)
+    first = await shop.run(rollout, "insert into customers (name, email) values ('B', 'b@x') returning customer_id")
+    await shop.run(rollout, "delete from order_lines")
+    await shop.roll_back(rollout, point["id"])
+    assert (await shop.read(rollout, "select count(*) from order_lines"))[0][0] > 0
+    again = await shop.run(rollout, "insert into customers (name, email) values ('C', 'c@x') returning customer_id")
+    assert again == first
+
+
+async def test_a_rollback_over_ddl_gives_the_old_table_back(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "update books set stock = 5")
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "alter table books drop column stock")
+    await shop.run(rollout, "create table notes (id int primary key, body text)")
+    await shop.run(rollout, "insert into notes values (1, 'x')")
+    later = await shop.checkpoint(rollout)
+    await shop.run(rollout, "insert into notes values (2, 'y')")
+    await shop.roll_back(rollout, point["id"])
+    assert await stock(shop, rollout) == 5
+    with pytest.raises(SqlFailed, match="42P01"):
+        await shop.read(rollout, "select * from notes")
+    fork = (await shop.fork(later["id"]))[0]
+    assert await shop.read(fork, "select id from notes") == [[1]]
+
+
+async def test_a_checkpoint_before_truncate_can_be_forked_after_it(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "update order_lines set quantity = 9")
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "truncate order_lines")
+    fork = (await shop.fork(point["id"]))[0]
+    assert await shop.read(fork, "select distinct quantity from order_lines") == [[9]]
+    assert await shop.read(rollout, "select count(*) from order_lines") == [[0]]
+
+
+async def test_equal_states_have_equal_digests(shop: Shop) -> None:
+    one, two = await shop.open(2)
+    empty = await shop.digest(one)
+    assert empty == await shop.digest(two) == await shop.digest(one, "base")
+    await shop.run(one, "update books set stock = stock + 1")
+    changed = await shop.digest(one)
+    assert changed != empty
+    await shop.run(two, "update books set stock = stock + 1 where isbn < '978-05'")
+    await shop.run(two, "update books set stock = stock + 1 where isbn >= '978-05'")
+    assert await shop.digest(two) == changed
+    point = await shop.checkpoint(one)
+    assert point["digest"] == changed
+    await shop.run(one, "update books set stock = stock - 1")
+    assert await shop.digest(one) == empty
+
+
+async def test_a_diff_shows_rows_by_table(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "update books set stock = 99 where isbn = '978-0000007919'")
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "insert into authors (name) values ('New')")
+    found = await shop.diff(rollout, "base", "head")
+    assert set(found) == {"public.books", "public.authors"} or set(found) == {"books", "authors"}
+    later = await shop.diff(rollout, point["id"], "head")
+    assert [table.total for table in later.values()] == [1]
+
+
+async def test_evaluators_read_any_point(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "update books set stock = 1")
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "update books set stock = 2")
+    question = "select distinct stock from books"
+    assert await shop.query(rollout, question) == [[2]]
+    assert await shop.query(rollout, question, point["id"]) == [[1]]
+    assert len(await shop.query(rollout, question, "base")) > 10
+
+
+async def test_a_repeated_call_has_one_effect(shop: Shop) -> None:
+    rollout = await shop.one()
+    sql = "update books set stock = stock + 1 where isbn = '978-0000007919' returning stock"
+    assert await shop.run(rollout, sql, "key") == await shop.run(rollout, sql, "key") == [[14]]
+    assert await stock(shop, rollout) == 14
+
+
+async def test_calls_are_in_the_journal_in_order(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "update books set stock = 1")
+    await shop.checkpoint(rollout)
+    await shop.read(rollout, "select 1")
+    assert [row["kind"] for row in await shop.journal(rollout)] == ["open", "call", "checkpoint", "call"]
+
+
+async def test_a_call_in_flight_over_a_rollback_ends_in_an_error(shop: Shop) -> None:
+    rollout = await shop.one()
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "update books set stock = 1")
+    slow = asyncio.create_task(shop.run(rollout, "update books set stock = 2 where pg_sleep(0.01) is not null"))
+    await asyncio.sleep(0.3)
+    await shop.roll_back(rollout, point["id"])
+    with pytest.raises((Conflict, SqlFailed)):
+        await slow
+    assert await stock(shop, rollout) == 13
+
+
+async def test_a_released_rollout_takes_no_calls(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "select 1")
+    await shop.close(rollout)
+    with pytest.raises(Gone):
+        await shop.run(rollout, "select 1")
+
+
+async def test_what_nothing_needs_is_dropped(shop: Shop) -> None:
+    keeper = shop.services.keeper
+    rollout = await shop.one()
+    await shop.run(rollout, "select 1")
+    name = await shop.services.store.value("select name from megamcp.databases where rollout = $1", rollout)
+    await shop.close(rollout)
+    for _ in range(3):
+        await keeper.once()
+    assert not await shop.services.store.value("select count(*) from megamcp.databases where name = $1", name)
+    cluster = shop.services.databases.clusters.opened[0]
+    assert name not in await cluster.names()
