@@ -43,7 +43,8 @@ READY = """update megamcp.databases set status = 'ready', sealed = $2, lineage =
     where name = $1 and status = 'creating'"""
 
 # A rollout's database is ready, if the rollout still stands where it stood when the copy was begun.
-HEAD_READY = """update megamcp.databases d set status = 'ready', lineage = $4::jsonb, collected = $5 from megamcp.rollouts r
+HEAD_READY = """update megamcp.databases d set status = 'ready', lineage = $4::jsonb, collected = $5
+    from megamcp.rollouts r
     where d.name = $1 and d.status = 'creating' and d.rollout = r.id and r.status = 'open' and r.epoch = $2
       and r.checkpoint is not distinct from $3 returning d.name"""
 

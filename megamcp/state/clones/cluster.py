@@ -33,6 +33,7 @@ PREFIX = "mm_"
 LOCK = 7723
 _CLONING = 7730
 _NAME = re.compile(r"mm_[a-z0-9_]{1,50}")
+_COPIED_S = 5.0  # how long a copy may take before its source counts as sealed
 _GONE_S = 10.0  # how long an ended backend may take to be gone
 _TERMINATE = "select pg_terminate_backend(pid) from pg_stat_activity where datname = $1 and not (pid = any ($2::int[]))"
 # The functions, not the views on them: those show a session nothing but its own login's (see rights.sql).
@@ -412,15 +413,23 @@ class Cluster:
 
     @asynccontextmanager
     async def _session(self, name: str) -> AsyncIterator[Any]:
-        try:
-            async with self._sessions.use(name, self._dsn_of(name)) as connection:
-                yield connection
-        except asyncpg.InvalidCatalogNameError as error:
-            raise NotFound(f"There is no database {name}.", code="database_not_found") from error
-        except asyncpg.ObjectNotInPrerequisiteStateError as error:
-            if "not currently accepting connections" not in str(error):
-                raise
-            raise Conflict(f"Database {name} takes no connections now.", code="database_sealed") from error
+        async with contextlib.AsyncExitStack() as stack:
+            yield await self._let_in(stack, name)
+
+    async def _let_in(self, stack: contextlib.AsyncExitStack, name: str) -> Any:
+        """A connection; waits for a while where a copy of the database is being made."""
+        give_up = time.monotonic() + _COPIED_S
+        while True:
+            try:
+                return await stack.enter_async_context(self._sessions.use(name, self._dsn_of(name)))
+            except asyncpg.InvalidCatalogNameError as error:
+                raise NotFound(f"There is no database {name}.", code="database_not_found") from error
+            except asyncpg.ObjectNotInPrerequisiteStateError as error:
+                if "not currently accepting connections" not in str(error):
+                    raise
+                if time.monotonic() > give_up:
+                    raise Conflict(f"Database {name} takes no connections now.", code="database_sealed") from error
+            await asyncio.sleep(0.003)
 
     @asynccontextmanager
     async def _hand(self, name: str) -> AsyncIterator[Any]:
