@@ -11,7 +11,6 @@ import time
 from typing import Any
 
 import asyncpg
-
 from sqlalchemy.engine import Connection
 
 from megamcp.sdk.database import Database, Lease, admitted

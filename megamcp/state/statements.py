@@ -109,7 +109,7 @@ def kinds_of(sql: str) -> list[str]:
             return [kind for raw in _parse(sql.encode()) or () for kind in raw["stmt"]]
         except _Refused as refused:
             refusal = refused.refusal
-    raise _error(refusal)
+    refuse(refusal)
 
 
 def _verdict(sql: str, visible: str | None, savepoints: bool, query: bool) -> Refusal | None:
