@@ -21,6 +21,7 @@ from megamcp.plain import plain, read_exactly
 from megamcp.points import BASE, HEAD
 from megamcp.rollouts import Rollouts, demand_open
 from megamcp.settings import Settings
+from megamcp.state.rewrites import clock_calls
 from megamcp.state.statements import check_query
 from megamcp.store import translated
 
@@ -64,6 +65,7 @@ class Queries:
         Raises `Unprocessable` (`query_failed` with the SQLSTATE, `unsupported_statement`), `DeadlineExceeded`.
         """
         check_query(sql)
+        sql = clock_calls(sql)
         row = await self._rollouts.get(rollout)
         target = (await self._environments.by_id(row["environment"])).server(server)
         if at and at not in (HEAD, BASE):

@@ -107,6 +107,7 @@ async def _attempt(database: Database, call: Call, body: Body) -> Outcome:
             if is_lost(error):
                 raise _NotBegun from error
             raise
+        lease.guard.read_only = call.read_only
         row = await _begin(lease, transaction, call)
         if row["replayed"]:
             await _commit(transaction, call)

@@ -64,6 +64,7 @@ class Guarded:
     ended: bool = False
     spoiled: ToolTransactionError | None = None
     streamed: bool = False
+    read_only: bool = False
 
     def in_transaction(self) -> bool:
         return not self.driver.is_closed() and bool(self.driver.is_in_transaction())
@@ -139,7 +140,7 @@ class Database:
                 return await guard.driver.fetch(sql, *arguments)
 
         path = getattr(guard.driver.get_settings(), "search_path", "")  # PostgreSQL 18 reports it
-        text, same = await_only(self._rewriter.rewrite(statement, fetch, path))
+        text, same = await_only(self._rewriter.rewrite(statement, fetch, path, read_only=guard.read_only))
         return text, parameters if same else ()
 
     @asynccontextmanager

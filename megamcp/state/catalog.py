@@ -92,6 +92,7 @@ class Sequence:
     maximum: int
     cycle: bool
     last: int  # value handed out last (start - increment before the first)
+    owner: str | None = None  # table whose column owns it
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,7 @@ async def _sequences(conn: Any, schema: str) -> tuple[Sequence, ...]:
                 maximum=row["seqmax"],
                 cycle=row["seqcycle"],
                 last=last if called else last - row["seqincrement"],
+                owner=row["owner"],
             )
         )
     return tuple(found)

@@ -21,7 +21,8 @@ _CLOCK_NAMES = ("transaction_timestamp", "statement_timestamp", "clock_timestamp
 
 # What a tool role may call. Every other function of s_<h> is for the control role alone.
 SHADOWED = ("now", *_CLOCK_NAMES, "timeofday", "age", "random", "random_normal", "gen_random_uuid", "uuidv4", "uuidv7",
-            "setseed", "nextval", "currval", "setval", "lastval")  # fmt: skip
+            "setseed", "nextval", "currval", "setval", "lastval", "current_date", "current_time", "current_timestamp",
+            "localtime", "localtimestamp")  # fmt: skip
 
 
 def core(state: str, visible: str) -> str:

@@ -85,9 +85,75 @@ def create(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     return "".join(parts)
 
 
+def truncate(state: str, visible: str, catalog: Catalog) -> str:
+    """TRUNCATE as a procedure: PostgreSQL's check of foreign keys, no row triggers, no cascades of DELETE."""
+    s, w = ident(state), ident(schema_name(visible))
+    pairs = [(f.table, f.parent) for f in catalog.foreign_keys if f.table != f.parent]
+    children = ", ".join(f"({literal(child)}, {literal(parent)})" for child, parent in pairs) or "(null, null)"
+    parts: list[str] = []
+    arms = ""
+    for table in catalog.tables:
+        name = f"{s}.{ident(hidden(table.name, 'truncate'))}"
+        body = f"""#variable_conflict use_column
+declare
+  _mm_bound text := megamcp.verified(true);
+  _mm_chain bigint[] := split_part(_mm_bound, '|', 1)::bigint[];
+  _mm_head bigint := split_part(_mm_bound, '|', 2)::bigint;
+  _mm_stamp bigint := nextval('megamcp.stamp_seq');
+  old {ident(visible)}.{ident(table.name)}%rowtype;
+begin
+  for old in select * from {ident(visible)}.{ident(table.name)} loop
+{triggers.gone(state, table)}  end loop;
+{"".join(_restarted(state, catalog, table))}end"""
+        parts.append(f"create function {name}(_restart boolean) returns void {triggers.HEAD} {body_quote(body)};\n")
+        arms += f"      when {literal(table.name)} then perform {name}(restart);\n"
+    body = f"""declare
+  _name text;
+  _all text[] := names;
+  _more text[];
+  _child text;
+  _parent text;
+begin
+  loop
+    select array_agg(distinct f.child) into _more from (values {children}) f(child, parent)
+      where f.parent = any (_all) and f.child <> all (_all);
+    exit when _more is null;
+    if not cascading then
+      select f.child, f.parent into _child, _parent from (values {children}) f(child, parent)
+        where f.parent = any (_all) and f.child <> all (_all) limit 1;
+      raise exception 'cannot truncate a table referenced in a foreign key constraint' using errcode = '0A000',
+        detail = format('Table "%s" references "%s".', _child, _parent),
+        hint = format('Truncate table "%s" at the same time, or use TRUNCATE ... CASCADE.', _child);
+    end if;
+    _all := _all || _more;
+  end loop;
+  foreach _name in array _all loop
+    case _name
+{arms or "      when null then null;"}    end case;
+  end loop;
+end"""
+    parts.append(
+        f'create procedure {w}."~truncate"(names text[], restart boolean, cascading boolean) '
+        f"language plpgsql security definer set search_path = pg_catalog, pg_temp as {body_quote(body)};\n"
+    )
+    return "".join(parts)
+
+
+def _restarted(state: str, catalog: Catalog, table: Table) -> list[str]:
+    """RESTART IDENTITY: the sequences that the table's columns own start again."""
+    owned = [q for q in catalog.sequences if q.owner == table.name]
+    calls = [f"perform {ident(state)}.{ident(hidden(q.name, 'set'))}({q.start}, false);" for q in owned]
+    return [f"  if _restart then\n    {' '.join(calls)}\n  end if;\n"] if calls else []
+
+
 def grants(visible: str, roles: tuple[str, ...]) -> str:
     w, names = ident(schema_name(visible)), ", ".join(map(ident, roles))
-    return f"grant usage on schema {w} to {names}; grant select, insert on all tables in schema {w} to {names};\n"
+    return (
+        f"grant usage on schema {w} to {names};\n"
+        f"grant select, insert on all tables in schema {w} to {names};\n"
+        f"revoke all on all routines in schema {w} from public;\n"
+        f"grant execute on all routines in schema {w} to {names};\n"
+    )
 
 
 def _view(visible: str, name: str, columns: list[tuple[str, str]]) -> str:

@@ -45,15 +45,15 @@ _ALLOWED = {
 }  # fmt: skip
 
 _KEYWORDS = {
-    pb.SVFOP_CURRENT_DATE: "date",
-    pb.SVFOP_CURRENT_TIME: "timetz",
-    pb.SVFOP_CURRENT_TIME_N: "timetz",
-    pb.SVFOP_CURRENT_TIMESTAMP: "timestamptz",
-    pb.SVFOP_CURRENT_TIMESTAMP_N: "timestamptz",
-    pb.SVFOP_LOCALTIME: "time",
-    pb.SVFOP_LOCALTIME_N: "time",
-    pb.SVFOP_LOCALTIMESTAMP: "timestamp",
-    pb.SVFOP_LOCALTIMESTAMP_N: "timestamp",
+    pb.SVFOP_CURRENT_DATE: "current_date",
+    pb.SVFOP_CURRENT_TIME: "current_time",
+    pb.SVFOP_CURRENT_TIME_N: "current_time",
+    pb.SVFOP_CURRENT_TIMESTAMP: "current_timestamp",
+    pb.SVFOP_CURRENT_TIMESTAMP_N: "current_timestamp",
+    pb.SVFOP_LOCALTIME: "localtime",
+    pb.SVFOP_LOCALTIME_N: "localtime",
+    pb.SVFOP_LOCALTIMESTAMP: "localtimestamp",
+    pb.SVFOP_LOCALTIMESTAMP_N: "localtimestamp",
 }
 _BODY_STATEMENTS = {"select_stmt", "insert_stmt", "update_stmt", "delete_stmt", "merge_stmt"}  # writes: refused apart
 _TIME_TYPES = {"date", "time", "timetz", "timestamp", "timestamptz"}
@@ -207,7 +207,7 @@ def _single_node(node: pb.Node) -> pb.Node:
 
 
 def _rewrite(node: Any) -> bool:
-    """Keyword forms of the clock become casts of now(); in bodies of SQL functions too. True when any was found."""
+    """Keyword forms of the clock become calls of functions of those names. True when any was found."""
     changed = False
     for descriptor, value in node.ListFields():
         if descriptor.type != descriptor.TYPE_MESSAGE:
@@ -217,9 +217,8 @@ def _rewrite(node: Any) -> bool:
                 function = item.sqlvalue_function
                 if function.op not in _KEYWORDS:  # refused by `_look`
                     continue
-                kind = _KEYWORDS[function.op]
-                precision = f"({function.typmod})" if function.typmod >= 0 else ""
-                replacement = postgast.parse(f"select now()::{kind}{precision}")
+                digits = str(function.typmod) if function.typmod >= 0 else ""
+                replacement = postgast.parse(f'select "{_KEYWORDS[function.op]}"({digits})')
                 item.CopyFrom(replacement.stmts[0].stmt.select_stmt.target_list[0].res_target.val)
                 changed = True
             elif isinstance(item, pb.CreateFunctionStmt):

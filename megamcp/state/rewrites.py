@@ -31,7 +31,9 @@ from megamcp.state.statements import refuse
 Fetch = Callable[..., Awaitable[Sequence[Any]]]
 """fetch(sql, *arguments) → rows, on the connection that will run the statement. May raise PostgreSQL's errors."""
 
-_CANDIDATE = re.compile(r"\bconflict\b|\boverriding\b|\bcurrent_|\blocaltime|\bfor\s+(no\s|key\s|update|share)", re.I)
+_CANDIDATE = re.compile(
+    r"\bconflict\b|\boverriding\b|\bcurrent_|\blocaltime|\btruncate\b|\bfor\s+(no\s|key\s|update|share)", re.I
+)
 _KEPT = 1_000
 
 _TABLE = """
@@ -41,7 +43,8 @@ select current_schema()::text as visible, array(
     and not a.attisdropped order by a.attnum) as columns, array(
   select a.attname::text from pg_catalog.pg_attribute a
   where a.attrelid = to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $2::text)) and a.attnum > 0
-    and not a.attisdropped order by a.attnum) as accepted
+    and not a.attisdropped order by a.attnum) as accepted,
+  to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $3::text)) is not null as identities
 """
 _KEYS = """
 select i.relname::text as name, x.indimmediate as immediate, x.indnullsnotdistinct as nulls_equal,
@@ -81,6 +84,7 @@ class _Table:
     columns: tuple[str, ...]
     accepted: tuple[str, ...]
     """Columns of `t~conflict`."""
+    identities: bool
     keys: tuple[_Key, ...]
 
     @property
@@ -99,26 +103,27 @@ class Rewriter:
         self._texts: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._tables: dict[tuple[str, str], _Table | None] = {}
 
-    async def rewrite(self, sql: str, fetch: Fetch, path: str = "") -> tuple[str, bool]:
+    async def rewrite(self, sql: str, fetch: Fetch, path: str = "", *, read_only: bool = False) -> tuple[str, bool]:
         """The statement to run in place of `sql`, and whether it takes the parameters of `sql`.
 
         It takes none when it is there to raise PostgreSQL's own error. `path` is the connection's search path, where
-        it may change. Raises UnsupportedStatement and what `fetch` raises, but for the errors of one EXPLAIN: `fetch`
-        must leave the transaction usable after an error.
+        it may change; in a `read_only` transaction row locks are left for PostgreSQL to refuse. Raises
+        UnsupportedStatement and what `fetch` raises, but for the errors of one EXPLAIN: `fetch` must leave the
+        transaction usable after an error.
         """
         if not candidate(sql):
             return sql, True
-        key = path, sql
+        key = f"{path}|{read_only}", sql
         try:
             if key not in self._texts:
-                self._texts[key] = await self._rewritten(clock_calls(sql), fetch, path)
+                self._texts[key] = await self._rewritten(clock_calls(sql), fetch, path, read_only)
                 if len(self._texts) > _KEPT:
                     self._texts.popitem(last=False)
             return self._texts[key], True
         except Unmet as unmet:
             return unmet.statement, False
 
-    async def _rewritten(self, sql: str, fetch: Fetch, path: str) -> str:
+    async def _rewritten(self, sql: str, fetch: Fetch, path: str, read_only: bool) -> str:
         try:
             tree = postgast.parse(sql)
         except postgast.PgQueryError:
@@ -129,42 +134,75 @@ class Rewriter:
             return sql
         node = tree.stmts[0].stmt
         statement = getattr(node, node.WhichOneof("node"))
+        if node.HasField("truncate_stmt"):
+            return await self._truncate(statement, fetch, path)
+        changed = not read_only and _unlocked(tree)
         parts: list[str] = []
-        changed = False
+        conflicts = False
         for item in statement.with_clause.ctes if hasattr(statement, "with_clause") else ():
             cte = item.common_table_expr
-            inner = cte.ctequery.insert_stmt
-            if cte.ctequery.HasField("insert_stmt") and inner.HasField("on_conflict_clause"):
-                if inner.HasField("with_clause"):
-                    refuse(refusals.NESTED_CONFLICT)
-                table = await self._table(inner.relation, fetch, path)
-                if table is not None:
-                    stage, final = await self._conflict(inner, table, len(parts), fetch)
+            if cte.ctequery.HasField("insert_stmt"):
+                inner = cte.ctequery.insert_stmt
+                changed = await self._overriding(inner, fetch, path) or changed
+                found = await self._conflict(inner, len(parts), fetch, path)
+                if found is not None:
+                    if inner.HasField("with_clause"):
+                        refuse(refusals.NESTED_CONFLICT)
                     names = idents(part.string.sval for part in cte.aliascolnames)
-                    parts += [stage, f"{ident(cte.ctename)}{f' ({names})' if names else ''} as ({final})"]
-                    changed = True
+                    parts += [found[0], f"{ident(cte.ctename)}{f' ({names})' if names else ''} as ({found[1]})"]
+                    conflicts = True
                     continue
             parts.append(_common_table(item))
-        if node.HasField("insert_stmt") and statement.HasField("on_conflict_clause"):
-            table = await self._table(statement.relation, fetch, path)
-            if table is not None:
-                stage, main = await self._conflict(statement, table, len(parts), fetch)
-                parts.append(stage)
-                recursive = "recursive " if statement.with_clause.recursive else ""
-                return f"with {recursive}{', '.join(parts)} {main}"
-        if changed:
-            recursive = "recursive " if statement.with_clause.recursive else ""
-            statement.ClearField("with_clause")
-            return f"with {recursive}{', '.join(parts)} {postgast.deparse(tree)}"
-        return sql
+        main = None
+        if node.HasField("insert_stmt"):
+            changed = await self._overriding(statement, fetch, path) or changed
+            found = await self._conflict(statement, len(parts), fetch, path)
+            if found is not None:
+                parts.append(found[0])
+                main = found[1]
+                conflicts = True
+        if not conflicts:
+            return postgast.deparse(tree) if changed else sql
+        recursive = "recursive " if statement.with_clause.recursive else ""
+        statement.ClearField("with_clause")
+        return f"with {recursive}{', '.join(parts)} {main or postgast.deparse(tree)}"
+
+    async def _truncate(self, statement: pb.TruncateStmt, fetch: Fetch, path: str) -> str:
+        names: list[str] = []
+        schema = ""
+        for item in statement.relations:
+            table = await self._table(item.range_var, fetch, path)
+            if table is None:
+                raise Unmet(f"select from {ident(item.range_var.relname)}")
+            names.append(table.name)
+            schema = table.schema
+        restart, cascade = statement.restart_seqs, statement.behavior == pb.DROP_CASCADE
+        listed = ", ".join(map(literal, names))
+        return f'call {ident(schema)}."~truncate"(array[{listed}], {restart}, {cascade})'
+
+    async def _overriding(self, insert: pb.InsertStmt, fetch: Fetch, path: str) -> bool:
+        """Sends the rows through the view that takes or draws all identity values, where the table has such columns."""
+        if insert.override in (0, pb.OVERRIDING_NOT_SET):
+            return False
+        table = await self._table(insert.relation, fetch, path)
+        if insert.HasField("on_conflict_clause"):
+            refuse(refusals.OVERRIDING_CONFLICT)
+        system = insert.override == pb.OVERRIDING_SYSTEM_VALUE
+        insert.override = pb.OVERRIDING_NOT_SET
+        if table is not None and table.identities:
+            if not insert.relation.HasField("alias"):
+                insert.relation.alias.aliasname = table.name
+            insert.relation.schemaname = table.schema
+            insert.relation.relname = hidden(table.name, "system" if system else "user")
+        return True
 
     async def _table(self, relation: pb.RangeVar, fetch: Fetch, path: str) -> _Table | None:
         """What the clause needs to know; None for what is no table of the environment."""
         name = relation.relname
         key = path, name
         if key not in self._tables:
-            (row,) = await fetch(_TABLE, name, hidden(name, "conflict"))
-            if not row["columns"] or not row["accepted"]:
+            (row,) = await fetch(_TABLE, name, hidden(name, "conflict"), hidden(name, "system"))
+            if not row["columns"]:
                 return None
             schema = "w_" + row["visible"].removeprefix("v_")
             keys = [
@@ -172,13 +210,18 @@ class Rewriter:
                 for k in await fetch(_KEYS, schema, name)
             ]
             columns, accepted = tuple(row["columns"]), tuple(row["accepted"])
-            self._tables[key] = _Table(name, row["visible"], columns, accepted, tuple(keys))
+            self._tables[key] = _Table(name, row["visible"], columns, accepted, row["identities"], tuple(keys))
         return self._tables[key]
 
-    async def _conflict(self, insert: pb.InsertStmt, table: _Table, number: int, fetch: Fetch) -> tuple[str, str]:
-        """The CTE of the proposed rows, and the INSERT that takes them."""
-        if insert.override not in (0, pb.OVERRIDING_NOT_SET):
-            refuse(refusals.OVERRIDING_CONFLICT)
+    async def _conflict(self, insert: pb.InsertStmt, number: int, fetch: Fetch, path: str) -> tuple[str, str] | None:
+        """The CTE of the proposed rows, and the INSERT that takes them; None for what goes to the view as it is."""
+        if not insert.HasField("on_conflict_clause"):
+            return None
+        table = await self._table(insert.relation, fetch, path)
+        if table is None:
+            return None
+        if not table.accepted:
+            refuse(refusals.TOO_WIDE)
         clause, stage = insert.on_conflict_clause, f"_mm_{number}"
         alias = insert.relation.alias.aliasname or insert.relation.relname
         keys = await _arbiters(clause, table, alias, fetch)
@@ -370,6 +413,29 @@ def _common_table(item: pb.Node) -> str:
     clause.ctes[0].CopyFrom(item)
     text: str = postgast.deparse(tree)
     return text.removeprefix("WITH ").removesuffix(" SELECT 1").strip()
+
+
+_AGGREGATES = re.compile(
+    r"count|sum|avg|min|max|every|(bool|bit)_(and|or|xor)|(array|string|jsonb?|xml|range|range_intersect)_agg"
+    r"|(jsonb?_object_agg.*)|(stddev|var|covar|regr)_?.*|corr|mode|percentile_.*|any_value"
+)
+
+
+def _unlocked(tree: pb.ParseResult) -> bool:
+    """Takes FOR UPDATE and its like out: who writes is alone. What PostgreSQL forbids them with keeps them."""
+    changed = False
+    for select in postgast.find_nodes(tree, pb.SelectStmt):
+        if not select.locking_clause:
+            continue
+        plain = not (select.group_clause or select.distinct_clause or select.window_clause or select.values_lists)
+        plain = plain and not select.HasField("having_clause") and select.op in (0, pb.SETOP_NONE)
+        for item in select.target_list:
+            for call in postgast.find_nodes(item, pb.FuncCall):
+                plain = plain and not call.HasField("over") and not _AGGREGATES.fullmatch(call.funcname[-1].string.sval)
+        if plain:
+            select.ClearField("locking_clause")
+            changed = True
+    return changed
 
 
 _KEYWORDS = frozenset({"CURRENT_DATE", "CURRENT_TIME", "CURRENT_TIMESTAMP", "LOCALTIME", "LOCALTIMESTAMP"})

@@ -26,7 +26,7 @@ from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 5
+COMPILER_VERSION = 6
 _ATTEMPTS = 20
 MODULUS = 1 << 128
 
@@ -210,7 +210,9 @@ async def _compile(
     await _remake(conn, v, found)
     await rights.as_view(conn, v, "".join(views.defaults(s, v, table) for table in found.tables))
     beside = "".join(companions.create(s, v, found, table) for table in found.tables)
-    await rights.as_owner(conn, s, beside + companions.grants(v, (made.tool_role, view)))
+    await rights.as_owner(
+        conn, s, beside + companions.truncate(s, v, found) + companions.grants(v, (made.tool_role, view))
+    )
     await conn.execute(
         rights.released(s, v, view) + rights.grants(s, v, found, (owner, view, made.tool_role, made.query_role))
     )

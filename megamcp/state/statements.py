@@ -223,14 +223,12 @@ class _Check:
             "TypeName": self._type,
             "typeName": self._type,
             "TypeCast": self._cast,
-            "SQLValueFunction": self._keyword,
             "CommonTableExpr": self._common_table,
             "A_Expr": self._operator,
             "ResTarget": self._own_name,
             "Alias": self._alias,
             "alias": self._alias,
-            "lockingClause": lambda _: self._refuse(refusals.ROW_LOCK),
-            "LockingClause": lambda _: self._refuse(refusals.ROW_LOCK),
+            "lockingClause": lambda _: self._refuse(refusals.ROW_LOCK if self._query else None),
             "intoClause": lambda _: self._refuse(refusals.SELECT_INTO),
             "RangeTableSample": lambda _: self._refuse(refusals.SAMPLE),
             "CurrentOfExpr": lambda _: self._refuse(refusals.CURRENT_OF),
@@ -261,7 +259,7 @@ class _Check:
             known = kind in refusals.WRITE_STATEMENTS | refusals.CURSOR_STATEMENTS
             refusal = refusals.NOT_A_QUERY if known else refusals.statement(kind)
             self._refuse(refusals.NOT_A_QUERY if kind == "VariableShowStmt" else refusal)
-        if kind in refusals.WRITE_STATEMENTS or kind in {"FetchStmt", "ClosePortalStmt", "VariableShowStmt"}:
+        if kind in refusals.WRITE_STATEMENTS | {"TruncateStmt", "FetchStmt", "ClosePortalStmt", "VariableShowStmt"}:
             return
         if kind == "DeclareCursorStmt":
             with_hold = 0x0020  # CURSOR_OPT_HOLD in nodes/parsenodes.h
@@ -300,8 +298,8 @@ class _Check:
                     if key in {"lockingClause", "intoClause"}:
                         visitors[key](value)
                     pending.append(child)
-                elif key == "override" and child != "OVERRIDING_NOT_SET":
-                    self._refuse(refusals.OVERRIDING)
+                elif key == "override" and child != "OVERRIDING_NOT_SET" and "relation" not in value:
+                    self._refuse(refusals.OVERRIDING)  # in an action of MERGE
 
     def _relation(self, node: Node) -> None:
         if "relname" not in node:
@@ -357,9 +355,6 @@ class _Check:
         text = node.get("arg", {}).get("A_Const", {}).get("sval", {}).get("sval", "").lower()
         if names and names[-1] in _TIME_TYPES and any(word in text for word in _RELATIVE_TIMES):
             self._refuse(refusals.TIME_LITERAL)
-
-    def _keyword(self, node: Node) -> None:
-        self._refuse(refusals.keyword_time(node["op"]))
 
     def _common_table(self, node: Node) -> None:
         self._own_names.update(_names(node.get("aliascolnames", [])))

@@ -301,6 +301,11 @@ def inserted(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     )
 
 
+def gone(state: str, table: Table) -> str:
+    """The row of OLD leaves without a word to anybody."""
+    return _write(state, table, "old", True, once=True)
+
+
 def updated(state: str, visible: str, catalog: Catalog, table: Table, touched: str) -> str:
     """The row of OLD becomes NEW; `touched` is what happens to a row that the statement has written already."""
     rest = [key for key in table.keys if not key.primary]

@@ -41,7 +41,9 @@ from pg_constraint n join pg_class c on c.oid = n.conrelid join pg_class p on p.
 where c.relnamespace = $1::text::regnamespace and n.contype = 'f' order by n.oid
 
 -- name: sequences
-select c.relname as name, s.seqstart, s.seqincrement, s.seqmin, s.seqmax, s.seqcycle
+select c.relname as name, s.seqstart, s.seqincrement, s.seqmin, s.seqmax, s.seqcycle,
+       (select t.relname from pg_depend p join pg_class t on t.oid = p.refobjid where p.objid = c.oid and p.classid = 'pg_class'::regclass
+        and p.refclassid = 'pg_class'::regclass and p.deptype in ('a', 'i') limit 1) as owner
 from pg_sequence s join pg_class c on c.oid = s.seqrelid where c.relnamespace = $1::text::regnamespace order by c.oid
 
 -- name: remakes

@@ -93,6 +93,21 @@ begin
   return {v}.now();
 end $body$;
 
+-- CURRENT_DATE and its kin can't be shadowed; texts are rewritten to call these, whose names are theirs.
+create function {v}."current_date"() returns date language sql stable return {v}.now()::date;
+create function {v}."current_time"() returns timetz language sql stable return {v}.now()::timetz;
+create function {v}."current_time"(digits integer) returns timetz language sql stable
+return pg_catalog.timetz({v}.now()::timetz, digits);
+create function {v}."current_timestamp"() returns timestamptz language sql stable return {v}.now()::timestamptz;
+create function {v}."current_timestamp"(digits integer) returns timestamptz language sql stable
+return pg_catalog.timestamptz({v}.now()::timestamptz, digits);
+create function {v}."localtime"() returns time language sql stable return {v}.now()::time;
+create function {v}."localtime"(digits integer) returns time language sql stable
+return pg_catalog."time"({v}.now()::time, digits);
+create function {v}."localtimestamp"() returns timestamp language sql stable return {v}.now()::timestamp;
+create function {v}."localtimestamp"(digits integer) returns timestamp language sql stable
+return pg_catalog."timestamp"({v}.now()::timestamp, digits);
+
 -- 32 pseudo-random bytes: what the SDK's Random draws from.
 create function {v}.megamcp_draw() returns bytea language sql volatile return {s}."~draw"();
 
