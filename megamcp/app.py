@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from megamcp import __version__, metrics
-from megamcp.api import add_error_handlers, router, stranger
+from megamcp.api import router, stranger
 from megamcp.bodies import StrictBodies
 from megamcp.dataplane import Dataplane
 from megamcp.environments import Environments, bundled
@@ -31,6 +31,7 @@ from megamcp.postgres import check_server
 from megamcp.services import Services, start_services
 from megamcp.settings import Settings
 from megamcp.store import Store, translated
+from megamcp.views import add_error_handlers
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

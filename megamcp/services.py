@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from megamcp.control import Control, Instance
-from megamcp.databases import Clusters, Databases, Keeper, Reads
+from megamcp.databases import Clusters, Databases, Door, Keeper, Reads
 from megamcp.databases.sources import Sources
 from megamcp.dataplane import Dataplane, Limits
 from megamcp.environments import Environments
@@ -37,6 +37,7 @@ class Services:
     environments: Environments
     rollouts: Rollouts
     databases: Databases
+    door: Door
     points: Points
     queries: Queries
     dataplane: Dataplane
@@ -58,6 +59,8 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         stack.push_async_callback(clusters.aclose)
         sources = Sources(side, clusters, signer, lambda: instance.owner)
         databases = Databases(side, clusters, sources, signer, settings, lambda: instance.owner)
+        door = Door(side, environments, databases, signer, settings)
+        stack.push_async_callback(door.aclose)
         rollouts = Rollouts(store, environments, settings, databases)
         reads = Reads(side, databases)
         points = Points(rollouts, environments, reads, settings)
@@ -84,7 +87,18 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
                 await instance.ready()
             tasks += [asyncio.create_task(reaper.run()), asyncio.create_task(keeper.run())]
             yield Services(
-                settings, store, environments, rollouts, databases, points, queries, dataplane, reaper, keeper, stopping
+                settings,
+                store,
+                environments,
+                rollouts,
+                databases,
+                door,
+                points,
+                queries,
+                dataplane,
+                reaper,
+                keeper,
+                stopping,
             )
         finally:
             stopping.set()

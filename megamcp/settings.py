@@ -41,6 +41,12 @@ class Settings(BaseSettings):
         description="Folder of the embedded state cluster, best on XFS with reflink or on btrfs. Unset: `state` in"
         " `data_dir`.",
     )
+    relay_host: str = Field(
+        "127.0.0.1", description="Address that SQL clients with a rollout's DSN connect to; `0.0.0.0` for all."
+    )
+    relay_port: int = Field(
+        0, ge=0, le=65535, description="Port that they connect to; 0 takes a free one, different in each process."
+    )
     host: str = Field("127.0.0.1", description="Address that `megamcp serve` listens on.")
     port: int = Field(8600, ge=0, le=65535, description="Port that `megamcp serve` listens on; 0 takes a free one.")
     public_url: str | None = Field(

@@ -227,6 +227,19 @@ class Diff(View):
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
 
+class Dsn(View):
+    """Where SQL clients find a rollout's own database."""
+
+    rollout: str
+    server: str
+    dsn: str = Field(description="The DSN as a URL. Holds the password.")
+    host: str
+    port: int
+    user: str
+    database: str
+    password: str
+
+
 class Digest(View):
     """A path-independent hash of the effective state at a point."""
 

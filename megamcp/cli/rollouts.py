@@ -304,3 +304,16 @@ async def query(
     """Read a rollout's state with SQL."""
     found = await (await client.rollout(rollout)).query(sql, server=server, at=at)
     out.answer(found, lambda: show.query(found, out.console.width))
+
+
+@app.command()
+@talks_to_gateway
+async def dsn(
+    client: "Client",
+    out: Output,
+    rollout: RolloutId,
+    server: Annotated[str | None, typer.Option("--server", help="May be left out where one has a database.")] = None,
+) -> None:
+    """Print the DSN of a rollout's own database: `psql "$(megamcp rollout dsn ro_…)"`."""
+    found = await (await client.rollout(rollout)).dsn(server)
+    out.answer(found, lambda: Text(found.dsn, no_wrap=True, overflow="ignore"))

@@ -284,6 +284,10 @@ class Rollout:
         body = build(t.Query, server=server, sql=sql, at=None if at is None else _point(at))
         return await self._transport.post(f"{self._path}/query", t.QueryResult, body, repeatable=True)
 
+    async def dsn(self, server: str | None = None) -> t.Dsn:
+        """Where SQL clients find its own database (state of kind `database`)."""
+        return await self._transport.get(f"{self._path}/dsn", t.Dsn, **({"server": server} if server else {}))
+
     async def score(
         self, name: str, value: float, *, turn: int | None = None, data: dict[str, Any] | None = None
     ) -> t.Event:

@@ -33,6 +33,8 @@ class Route:
     database: str
     user: str
     password: str = field(repr=False)
+    secret: str | None = field(default=None, repr=False)
+    """What the client has to know; None: the password."""
 
 
 Resolve = Callable[[str, str], Awaitable[Route]]

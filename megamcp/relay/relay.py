@@ -136,7 +136,8 @@ class Relay:
     async def _authenticate(self, wire: Wire, greeting: Greeting) -> None:
         password: str | None = None
         with contextlib.suppress(*_HIDDEN):
-            password = (await self._resolve(greeting.user, greeting.database)).password
+            route = await self._resolve(greeting.user, greeting.database)
+            password = route.secret or route.password
         await login.authenticate(wire, greeting.user, password, self._secret)
 
     def _admit(self, wire: Wire, greeting: Greeting) -> None:
