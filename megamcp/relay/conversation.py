@@ -82,8 +82,7 @@ class Conversation:
         if kind == Server.READY:
             self._ready(body[0])
             return
-        while self._owed and self._owed[0][0] in _COPY_ENDS:
-            self._owed.popleft()
+        self._drop_strays()
         if kind == Server.ERROR:
             self._failed()
         elif kind == Server.COPY_IN:
@@ -103,6 +102,12 @@ class Conversation:
         self._copying = False
         while self._owed and self._owed.popleft()[0] not in _ENDING:
             pass
+        self._drop_strays()
+
+    def _drop_strays(self) -> None:
+        """An end of COPY data that no COPY reads is ignored."""
+        while self._owed and self._owed[0][0] in _COPY_ENDS:
+            self._owed.popleft()
 
     def _failed(self) -> None:
         self._copying = False
