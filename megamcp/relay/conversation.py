@@ -5,6 +5,7 @@ that no transaction is open, and no message without its Sync could have opened o
 this more than counting: after an error in an extended query it ignores everything up to the next Sync, Query and
 FunctionCall included; while it takes COPY data it ignores Sync and Flush; data after a failed COPY is ignored.
 
+Refused is what can't be followed: a Sync behind COPY data that hasn't come to its end. No client library does that.
 Holds letters, not bytes; only Parse and Close are kept whole until they are answered. Moves nothing by itself.
 """
 
@@ -12,7 +13,7 @@ from collections import deque
 from typing import Final
 
 from megamcp.relay.memory import Memory
-from megamcp.relay.messages import Client, Server
+from megamcp.relay.messages import Client, ProtocolViolation, Server
 
 _EXTENDED: Final = frozenset((Client.PARSE, Client.BIND, Client.DESCRIBE, Client.EXECUTE, Client.CLOSE))
 _ENDING: Final = frozenset((Client.SYNC, Client.QUERY, Client.FUNCTION_CALL))
@@ -39,6 +40,7 @@ class Conversation:
         self._skipping = False  # an extended query failed, and its Sync hasn't been sent yet
         self._copying = False  # the backend takes COPY data
         self._status = ord("I")
+        self._data = False  # COPY data was sent, and nothing after it
 
     @property
     def idle(self) -> bool:
@@ -56,14 +58,27 @@ class Conversation:
         return not self._owed or self._copying
 
     def sent(self, kind: int, whole: bytes = b"") -> None:
-        """A client's message goes to the backend. `whole` is asked for Parse and Close only."""
-        if kind == Client.SYNC:
-            if not self._copying:
-                self._skipping = self._unsynced = False
-                self._owed.append((kind, b""))
-        elif self._skipping:
+        """A client's message goes to the backend. `whole` is asked for Parse and Close only.
+
+        Raises ProtocolViolation.
+        """
+        if kind == Client.COPY_DATA:
+            self._data = True
             return
-        elif kind in _EXTENDED:
+        if kind == Client.SYNC:
+            if self._data and (self._copying or self._owed):
+                # Ignored if the data is good, not ignored if the COPY has failed on it: the relay can't know in time.
+                raise ProtocolViolation("the relay can't pass a Sync on within COPY data; end the data first")
+            if not self._copying:
+                self._skipping = self._unsynced = self._data = False
+                self._owed.append((kind, b""))
+            return
+        if kind == Client.FLUSH:
+            return
+        self._data = self._copying and kind not in _COPY_ENDS  # no data, but it ends the COPY or comes after its end
+        if self._skipping:
+            return
+        if kind in _EXTENDED:
             self._unsynced = True
             self._owed.append((kind, whole))
         elif kind in _ENDING:
@@ -124,6 +139,7 @@ class Conversation:
         asking = self._owed.popleft()
         while self._owed and self._owed[0][0] in (Client.SYNC, *_COPY_ENDS) and self._copying:
             self._copying = self._owed.popleft()[0] == Client.SYNC
+        self._data = self._data or (self._copying and bool(self._owed))
         if asking[0] == Client.EXECUTE and not any(kind in _ENDING for kind, _ in self._owed):
             self._unsynced = True
         self._owed.appendleft(asking)

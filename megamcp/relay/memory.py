@@ -7,9 +7,10 @@ from the protocol. For the rest, the tags of completed commands only say *that* 
 the backend, after the transaction and before its lock is given back (`LOOK`).
 
 Not taken along: temporary tables, cursors WITH HOLD, advisory locks of the session, notifications sent while there was
-no backend, the seed of random(), SET SESSION AUTHORIZATION, lastval() and currval(), settings that only a function
-changed (`select set_config(…, false)`) and PostgreSQL doesn't report. A session with more prepared statements than the
-limits below can't be taken along at all (`too_much`): its client is told when the backend goes.
+no backend, the seed of random(), SET SESSION AUTHORIZATION, lastval() and currval(), settings that only a function of
+the client's own changed and PostgreSQL doesn't report, custom settings whose name is in no text of a query. A session
+with more prepared statements than the limits below can't be taken along at all (`too_much`): its client is told when
+the backend goes.
 """
 
 import re
@@ -36,7 +37,8 @@ _REPORTED: Final = (
     "scram_iterations",
     "search_path",
 )
-_CUSTOM_NAME = re.compile(rb"""\bset\b[\s(]*(?:session\b\s*|_config\s*\()?['"]?([a-z_]\w*(?:\.\w+)+)""", re.IGNORECASE)
+_CUSTOM_NAME = re.compile(rb"""\bset(?:_config\s*\(\s*|\s+(?:session\s+)?)['"]?([a-z_]\w*(?:\.\w+)+)""", re.IGNORECASE)
+_SET_CONFIG = re.compile(rb"\bset_config\b", re.IGNORECASE)
 _LOOK_NAME: Final = "megamcp relay"
 _LOOK: Final = """
 select 'setting', name, setting from pg_catalog.pg_settings where source operator(pg_catalog.=) 'session'
@@ -53,7 +55,8 @@ class Memory:
     def __init__(self) -> None:
         self.reported: dict[str, str] = {}
         self.too_much = False
-        self.stale = False  # a look is due
+        self._tagged = False  # a command said that something changed
+        self._restless = False  # each transaction may change something
         self.discarded = False  # DISCARD ALL gave the lock of `enter` away
         self.channels: list[str] = []
         self._settings: dict[str, str] = {}
@@ -87,7 +90,9 @@ class Memory:
         self._made_by_sql.pop(name, None)
 
     def read(self, text: bytes) -> None:
-        """The text of a query goes by: names of custom settings, which PostgreSQL lists nowhere, are picked out."""
+        """The text of a query goes by. Names of custom settings, which PostgreSQL lists nowhere, are picked out; and
+        that `set_config` is in use, after which each transaction may have changed a setting."""
+        self._restless = self._restless or _SET_CONFIG.search(text, 0, _TEXT_LIMIT) is not None
         for found in _CUSTOM_NAME.findall(text[:_TEXT_LIMIT]):
             if len(self._custom) < _CUSTOM_LIMIT:
                 self._custom[found.decode("latin-1").lower()] = None
@@ -96,13 +101,13 @@ class Memory:
         """A command ended with this tag."""
         match tag.rstrip(b"\0"):
             case b"SET" | b"PREPARE" | b"LISTEN":
-                self.stale = True
+                self._tagged = True
             case b"RESET":
-                self.stale = self.stale or bool(self._settings)
+                self._tagged = self._tagged or bool(self._settings)
             case b"UNLISTEN":
-                self.stale = self.stale or bool(self.channels)
+                self._tagged = self._tagged or bool(self.channels)
             case b"DEALLOCATE":
-                self.stale = self.stale or bool(self._statements or self._made_by_sql)
+                self._tagged = self._tagged or bool(self._statements or self._made_by_sql)
             case b"DEALLOCATE ALL":
                 self._forget_statements()
             case b"DISCARD ALL":
@@ -113,6 +118,11 @@ class Memory:
     def _forget_statements(self) -> None:
         self._statements, self._made_by_sql, self._bytes = {}, {}, 0
         self.too_much = False
+
+    @property
+    def stale(self) -> bool:
+        """A look is due."""
+        return self._tagged or self._restless
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +155,11 @@ class Memory:
         for name in [name for name in self._statements if name not in alive]:
             self.forget(name)
         self._settings, self.channels, self._made_by_sql = settings, channels, by_sql
-        self.stale = False
+        self._tagged = False
+
+    def unseen(self) -> None:
+        """The look failed: what changed isn't known, so nothing can be taken along."""
+        self.too_much, self._tagged, self._restless = True, False, False
 
     # -- saying it again -------------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class _Asked:
     error: Mapping[str, str] | None = None
     rows: list[bytes] = field(default_factory=list)
     size: int = 0
+    begun: bool = False  # a part of the answer is here
 
 
 class Session:
@@ -200,6 +201,12 @@ class Session:
 
     def _pump(self) -> None:
         """Passes on what the client sent, as far as it may."""
+        try:
+            self._pass_messages()
+        except ProtocolViolation as error:
+            self.fail("08P01", str(error))
+
+    def _pass_messages(self) -> None:
         data, position, size = bytes(self._held), 0, len(self._held)
         self._need = 1
         while position < size:
@@ -212,11 +219,7 @@ class Session:
                 self._need = 5
                 break
             kind, length = data[position], int.from_bytes(data[position + 1 : position + 5], "big")
-            try:
-                messages.check_client_message(kind, length)
-            except ProtocolViolation as error:
-                self.fail("08P01", str(error))
-                return
+            messages.check_client_message(kind, length)
             whole = b""
             if kind in _KEPT_WHOLE and length < WHOLE_LIMIT:
                 if size - position <= length:
@@ -309,7 +312,7 @@ class Session:
                     self._patience = None
                 self._pump()
             case Errand.LOOK if error or asked.size > _LOOK_LIMIT:
-                self._memory.too_much, self._memory.stale = True, False
+                self._memory.unseen()
             case Errand.LOOK:
                 self._memory.looked(asked.rows)
             case Errand.LEAVE if not error:
@@ -341,7 +344,7 @@ class Session:
         while size - position >= 5:
             kind = data[position]
             end = position + 1 + int.from_bytes(data[position + 1 : position + 5], "big")
-            own = kind not in _ANY_TIME and (bool(self._asked) or self._out_of_turn(kind))
+            own = self._is_own(kind)
             if own or kind in _READ_WHOLE:
                 if end - position > _OWN_LIMIT:
                     self.fail("08P01", "The backend sent a message that the relay can't take.")
@@ -377,8 +380,13 @@ class Session:
         if self._held and self._inside and len(self._held) >= self._need:
             self._pump()
 
-    def _out_of_turn(self, kind: int) -> bool:
-        """An error that answers nothing: the backend says why it ends, between transactions."""
+    def _is_own(self, kind: int) -> bool:
+        """Whether a message is the relay's, not the client's."""
+        if kind in _ANY_TIME:
+            return False
+        if self._asked:
+            return kind != Server.READY or self._asked[0].begun  # else the client got its due late
+        # An error that answers nothing: the backend says why it ends, between transactions.
         return kind == Server.ERROR and (not self._inside or self._talk.idle)
 
     def _own(self, kind: int, body: bytes) -> None:
@@ -386,6 +394,7 @@ class Session:
             _log.debug("a backend says that it ends: %s", messages.error_fields(body).get("C"))
             return
         asked = self._asked[0]
+        asked.begun = True
         if kind == Server.ERROR:
             asked.error = messages.error_fields(body)
         elif kind == Server.DATA_ROW:

@@ -84,6 +84,7 @@ async def logged_in(
     while True:
         kind, body = await raw.next()
         if kind == Server.ERROR:
+            await raw.__aexit__()
             raise PermissionError(messages.error_fields(body))
         if kind == Server.AUTHENTICATION:
             match int.from_bytes(body[:4], "big"):

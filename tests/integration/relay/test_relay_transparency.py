@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -98,6 +99,15 @@ def chunks(data: bytes, seed: int) -> Iterator[bytes]:
         data = data[cut:]
 
 
+def behind_data(parts: list[bytes]) -> bool:
+    """The one thing that the relay refuses: COPY data with something else behind it than more of it, or its end."""
+    program, letters = b"".join(parts) + ENDING, ""
+    while program:
+        letters += chr(program[0])
+        program = program[1 + int.from_bytes(program[1:5], "big") :]
+    return re.search("dH*[^dcfH]", letters) is not None
+
+
 async def answers(client: Raw, program: bytes, seed: int) -> bytes | None:
     """All that the server says up to the last ReadyForQuery. None: it hung up, and what it said last may be lost."""
     got = bytearray()
@@ -146,7 +156,11 @@ async def test_every_program_gets_the_servers_own_bytes(
                 expected = await answers(straight, program, seed)
             await admin.execute("truncate thing, late")
             async with await logged_in(("127.0.0.1", home.port), home.user, home.password, "rollout") as relayed:
-                assert await answers(relayed, program, seed) == expected
+                got = await answers(relayed, program, seed)
+                if got is None and expected is not None:
+                    assert behind_data(parts), f"seed {seed}, program {parts}: ended, and not {expected!r}"
+                    return
+                assert got == expected, f"seed {seed}, program {parts}: {got!r} and not {expected!r}"
                 async with asyncio.timeout(2):  # whatever was said, the relay knows that it is over
                     while await admin.fetchval("select count(*) from pg_locks where locktype = 'advisory'"):
                         await asyncio.sleep(0.002)
