@@ -20,7 +20,10 @@ def main() -> None:
         if os.getppid() != gateway:
             # The gateway died before the request reached the kernel.
             raise SystemExit(0)
-    os.execvp(command[0], command)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]} can't be run: {error.strerror}")
 
 
 main()

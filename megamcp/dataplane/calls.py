@@ -22,9 +22,10 @@ from typing import Any
 
 from megamcp.dataplane import mirrored, wire
 from megamcp.dataplane.gate import Gates
-from megamcp.dataplane.links import Environment, Environments, Link, Route
+from megamcp.dataplane.links import Environment, Environments, Route
 from megamcp.dataplane.ports import ControlPort, Intent, Limits, RolloutView
 from megamcp.dataplane.protocol import Progress, ToolCall, UpstreamLost, header_value
+from megamcp.dataplane.ways import Way
 from megamcp.errors import BadRequest, DeadlineExceeded, MegaMCPError, NoCapacity, UpstreamError
 
 log = logging.getLogger(__name__)
@@ -86,14 +87,14 @@ class Calls:
         view = await self._control.environment(rollout.environment_id)
         environment = self._environments.of(view)
         started = asyncio.get_running_loop().time()
-        route = environment.known_route(request.call.name)
+        route = environment.known_route(request.call.name, rollout)
         if route is None or not self._gates.enter_now(rollout.id, writes=_writes(route)):
             route = await self._turn(rollout, environment, request.call.name, started)
-        own = route.link.server.call_timeout_s
+        own = route.server.call_timeout_s
         deadline = started + (self._limits.call_timeout_s if own is None else own)
         try:
             call = _addressed(request, route)
-            if route.link.server.exactly_once:
+            if route.server.exactly_once:
                 return await self._exactly_once(rollout, route, call, request, deadline, progress)
             return await self._at_most_once(rollout, route, call, request, deadline, progress)
         finally:
@@ -103,8 +104,8 @@ class Calls:
         """Finds the tool's server and waits for the call's turn in the rollout's queue."""
         try:
             async with asyncio.timeout_at(started + self._limits.call_timeout_s) as scope:
-                route = await environment.route(name)
-                if (own := route.link.server.call_timeout_s) is not None:
+                route = await environment.route(name, rollout)
+                if (own := route.server.call_timeout_s) is not None:
                     scope.reschedule(started + own)
                 await self._gates.enter(rollout.id, writes=_writes(route))
         except TimeoutError:
@@ -124,14 +125,14 @@ class Calls:
         deadline: float,
         progress: Progress | None,
     ) -> wire.Reply:
-        link = route.link
+        way = route.way
         remaining = deadline - asyncio.get_running_loop().time()
         unseen = deaths = 0
         began = time.time()
         while True:
             handle = self._control.mint(
                 rollout,
-                link.server.name,
+                route.server.name,
                 tool=call.name,
                 arguments=call.arguments,
                 writable=not route.tool.read_only,
@@ -140,30 +141,30 @@ class Calls:
             )
             try:
                 async with asyncio.timeout_at(deadline):
-                    upstream = await link.upstream()
-                    if not link.server.own_database:
+                    upstream = await way.upstream()
+                    if not route.server.own_database:
                         return await upstream.call(call, handle=handle, progress=progress)
-                    database = await self._control.database(rollout, link.server.name)
+                    database = await self._control.database(rollout, route.server.name)
                     answer = await upstream.call(call, handle=handle, database=database, progress=progress)
                     # In the journal before anybody is told: a state cluster may lose more than the journal does.
                     await self._record(rollout, handle, call, answer, began)
                     return answer
             except TimeoutError:
-                link.seems_stuck()
-                return await self._settle(rollout, handle, call, _too_late(call, link))
+                way.seems_stuck()
+                return await self._settle(rollout, handle, call, _too_late(call, route))
             except UpstreamLost as error:
-                lost = _with_tail(error, link)
+                lost = _with_tail(error, way)
                 unseen, deaths = (unseen, deaths + 1) if error.sent else (unseen + 1, deaths)
                 if deaths > 1 or unseen > _UNSEEN_TRIES:
                     return await self._settle(rollout, handle, call, lost)
-                await link.lost()
+                await way.lost()
                 if not error.sent:
                     continue
                 if (reply := await self._ended(rollout, handle, call, None)) is not None:
                     return reply
                 log.info(
                     "%s died with a call of %s; it had no effect and is run again",
-                    link.server.name,
+                    route.server.name,
                     call.name,
                 )
             except UpstreamError as error:
@@ -234,10 +235,10 @@ class Calls:
         deadline: float,
         progress: Progress | None,
     ) -> wire.Reply:
-        link = route.link
+        way = route.way
         intent = await self._control.call_intent(
             rollout,
-            link.server.name,
+            route.server.name,
             tool=call.name,
             arguments=call.arguments,
             idempotency_key=request.idempotency_key,
@@ -250,13 +251,13 @@ class Calls:
                 raise asyncio.CancelledError
             run.exchanging = True
             async with asyncio.timeout_at(deadline):
-                reply = await _until_seen(link, call, progress)
+                reply = await _until_seen(way, call, progress)
             run.exchanging = False
         except TimeoutError:
-            link.seems_stuck()
-            error = _too_late(call, link)
+            way.seems_stuck()
+            error = _too_late(call, route)
         except UpstreamLost as lost:
-            error = _with_tail(lost, link)
+            error = _with_tail(lost, way)
         except asyncio.CancelledError:
             error = Cancelled("The call was cancelled.")
         except MegaMCPError as other:
@@ -300,17 +301,17 @@ class Calls:
             await asyncio.wait(self._settling)
 
 
-async def _until_seen(link: Link, call: ToolCall, progress: Progress | None) -> wire.Reply:
+async def _until_seen(way: Way, call: ToolCall, progress: Progress | None) -> wire.Reply:
     """Sends a call until a server has seen it, which happens at most once."""
     for _ in range(_UNSEEN_TRIES):
-        upstream = await link.upstream()
+        upstream = await way.upstream()
         try:
             return await upstream.call(call, progress=progress)
         except UpstreamLost as error:
-            if error.sent or link.child is None:
+            if error.sent or not way.comes_back:
                 raise
-            await link.lost()
-    upstream = await link.upstream()
+            await way.lost()
+    upstream = await way.upstream()
     return await upstream.call(call, progress=progress)
 
 
@@ -326,7 +327,7 @@ class _Run:
 
 def _writes(route: Route) -> bool:
     """Whether a call needs its rollout alone. A server without state of ours has none that parallel calls harm."""
-    return route.link.server.exactly_once and not route.tool.read_only
+    return route.server.exactly_once and not route.tool.read_only
 
 
 def _addressed(request: CallRequest, route: Route) -> ToolCall:
@@ -347,17 +348,16 @@ def _addressed(request: CallRequest, route: Route) -> ToolCall:
     return ToolCall(tool.name, call.arguments, call.meta, call.modern, call.more, headers, call.progress_token)
 
 
-def _too_late(call: ToolCall, link: Link) -> DeadlineExceeded:
+def _too_late(call: ToolCall, route: Route) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"Tool {call.name!r} of server {link.server.name!r} did not answer before its deadline; it was ended.",
+        f"Tool {call.name!r} of server {route.server.name!r} did not answer before its deadline; it was ended.",
         hint="Call it with less to do, or raise MEGAMCP_CALL_TIMEOUT_S.",
     )
 
 
-def _with_tail(error: UpstreamLost, link: Link) -> UpstreamLost:
+def _with_tail(error: UpstreamLost, way: Way) -> UpstreamLost:
     """A dead child's own last words are the best explanation there is."""
-    tail = link.child.tail if link.child is not None else ""
-    if not tail:
+    if not (tail := way.tail):
         return error
     return UpstreamLost(error.message, sent=error.sent, code=error.code, hint=f"It printed last: {tail[-500:]}")
 

@@ -274,21 +274,21 @@ class Endpoint:
             eras.check_modern(request.head, method, params)
         if method == "tools/call":
             return await self._call(request, params)
-        environment = await self._environment(request, opens=method == "initialize")
+        environment, rollout = await self._environment(request, opens=method == "initialize")
         match method:
             case "tools/list":
-                return await self._list(environment, params, modern=request.modern)
+                return await self._list(environment, rollout, params, modern=request.modern)
             case "initialize" if not request.modern:
                 protocol = eras.negotiated(envelope.params)
                 request.new_session = eras.new_session(request.rollout or "")
                 view = environment.view
-                said = await environment.instructions(_INSTRUCTIONS_TIMEOUT_S)
+                said = await environment.instructions(rollout, _INSTRUCTIONS_TIMEOUT_S)
                 return wire.Reply(eras.initialize_result(protocol, view.name, view.version, said))
             case "ping" if not request.modern:
                 return wire.Reply(b"{}")
             case "server/discover" if request.modern:
                 view = environment.view
-                said = await environment.instructions(_INSTRUCTIONS_TIMEOUT_S)
+                said = await environment.instructions(rollout, _INSTRUCTIONS_TIMEOUT_S)
                 return wire.Reply(eras.discover_result(view.name, view.version, said))
             case _:
                 raise wire.RpcFailure(
@@ -335,21 +335,23 @@ class Endpoint:
         request.read = True
         return view
 
-    async def _environment(self, request: _Request, *, opens: bool) -> Environment:
+    async def _environment(self, request: _Request, *, opens: bool) -> tuple[Environment, RolloutView | None]:
         if request.environment is not None and request.rollout is None:
             if opens and not request.modern:
                 request.rollout = await self._control.open_for_session(request.environment, key=None)
             elif request.modern or request.session is None:
                 view = await self._control.environment_named(request.environment)
                 request.read = True
-                return self._environments.of(view)
+                return self._environments.of(view), None
         rollout = await self._rollout(request)
-        return self._environments.of(await self._control.environment(rollout.environment_id))
+        return self._environments.of(await self._control.environment(rollout.environment_id)), rollout
 
     # Tools
 
-    async def _list(self, environment: Environment, params: dict[str, msgspec.Raw], *, modern: bool) -> wire.Reply:
-        tools = await environment.tool_list()
+    async def _list(
+        self, environment: Environment, rollout: RolloutView | None, params: dict[str, msgspec.Raw], *, modern: bool
+    ) -> wire.Reply:
+        tools = await environment.tool_list(rollout)
         page: int | None = 0
         if (raw := params.get("cursor")) is not None and bytes(raw) != b"null":
             page = tools.page_of(wire.read_string(raw, "cursor"))

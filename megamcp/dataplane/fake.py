@@ -6,9 +6,10 @@ without an outcome), and records everything in `journal`. It has no locks: nothi
 
 import itertools
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megamcp.dataplane.ports import EnvironmentView, Intent, Recorded, RolloutView
+from megamcp.dataplane.ports import EnvironmentView, Intent, Recorded, RolloutView, StdioTarget
 from megamcp.errors import Conflict, Gone, NotFound, Unavailable, Unprocessable
 
 
@@ -42,7 +43,8 @@ class Handle:
 
 @dataclass(slots=True)
 class FakeControl:
-    """`away` makes every method that would need the database raise Unavailable."""
+    """`away` makes every method that would need the database raise Unavailable. `targets` says for a server's name how
+    the process of a rollout is started."""
 
     environments: dict[int, EnvironmentView] = field(default_factory=dict)
     rollouts: dict[str, RolloutView] = field(default_factory=dict)
@@ -51,6 +53,7 @@ class FakeControl:
     journal: list[Entry] = field(default_factory=list)
     handles: dict[str, Handle] = field(default_factory=dict)
     relayed: list[tuple[str, str, str]] = field(default_factory=list)
+    targets: dict[str, Callable[[RolloutView], StdioTarget]] = field(default_factory=dict)
     away: bool = False
     _numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
@@ -67,6 +70,11 @@ class FakeControl:
     def release(self, rollout_id: str) -> None:
         del self.rollouts[rollout_id]
         self.released.add(rollout_id)
+
+    def roll_back(self, rollout_id: str) -> None:
+        """A new epoch; the journal keeps what it has."""
+        view = self.rollouts[rollout_id]
+        self.rollouts[rollout_id] = RolloutView(view.id, view.environment_id, view.epoch + 1)
 
     def _reach(self) -> None:
         if self.away:
@@ -168,6 +176,9 @@ class FakeControl:
         entry = self.journal[intent.id]
         entry.result, entry.is_error = result, is_error
         return intent.id
+
+    async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget:
+        return self.targets[server](await self.rollout(rollout.id))
 
     async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:
         self.relayed.append((rollout_id, session, request_id))

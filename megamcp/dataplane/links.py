@@ -1,31 +1,38 @@
-"""The way to each tool server of an environment: the process behind it, the client for it, its list of tools.
+"""The tool servers of an environment as calls see them: the way to each, its list of tools, the tools' names.
 
-One link per (environment, server), made on first use and shared by all rollouts. A link hides lives: when a
-child dies, the next call gets a client for its successor, while the tool list stays what it was. It decides
-nothing about calls; `calls` says when a server seems stuck.
+One link per (environment, server), made on first use and shared by all rollouts. The tool list stays what it was while
+processes come and go; that of a dedicated server is taken from the first process that says it, since all run the
+same program. The module decides nothing about calls.
 """
 
 import asyncio
 import base64
 import contextlib
 import hashlib
-import logging
 from dataclasses import dataclass
 
 import msgspec
 
 from megamcp.dataplane import mirrored, wire
-from megamcp.dataplane.children import Child, Running, SocketFolder
+from megamcp.dataplane.children import SocketFolder
+from megamcp.dataplane.dedicated import Dedicated, DedicatedServer
 from megamcp.dataplane.mirrored import MirroredParameter
-from megamcp.dataplane.ports import ChildTarget, EnvironmentView, Limits, ServerView, SocketTarget, UrlTarget
-from megamcp.dataplane.protocol import Era, UpstreamLost
-from megamcp.dataplane.upstream import Upstream
-from megamcp.errors import DeadlineExceeded, MegaMCPError, NotFound, UpstreamError
-
-log = logging.getLogger(__name__)
+from megamcp.dataplane.ports import (
+    ChildTarget,
+    ControlPort,
+    DedicatedTarget,
+    EnvironmentView,
+    Limits,
+    RolloutView,
+    ServerView,
+    SocketTarget,
+    UrlTarget,
+)
+from megamcp.dataplane.protocol import UpstreamLost
+from megamcp.dataplane.ways import Remote, Supervised, Way
+from megamcp.errors import BadRequest, DeadlineExceeded, MegaMCPError, NotFound, UpstreamError
 
 _MOST_PAGES = 100
-_CHILD_URL = "http://tool-server/mcp"
 
 
 class _Annotations(msgspec.Struct):
@@ -54,133 +61,87 @@ class Tool:
 
 
 class Link:
-    """One server of one environment."""
+    """One server of one environment. `rollout` says whose process answers, where each has its own."""
 
-    def __init__(self, server: ServerView, sockets: SocketFolder, limits: Limits) -> None:
+    def __init__(self, server: ServerView, sockets: SocketFolder, dedicated: Dedicated, limits: Limits) -> None:
         self.server = server
         self._limits = limits
-        self._child: Child | None = None
-        self._running: Running | None = None
-        self._upstream: Upstream | None = None
-        self._retiring: set[asyncio.Task[None]] = set()
         self._tools: dict[str, Tool] | None = None
-        self._listing: asyncio.Task[dict[str, Tool]] | None = None
-        self._probing: asyncio.Task[None] | None = None
+        self._lists = 0
+        """How often the list was given up for a newer one."""
+        self._listings: dict[str | None, asyncio.Task[dict[str, Tool]]] = {}
         self._instructions: str | None = None
+        self._dedicated = dedicated
+        self._way: Remote | Supervised | DedicatedServer
         match server.target:
             case ChildTarget() as target:
-                self._child = Child(server.name, target, sockets, limits)
-            case SocketTarget(path):
-                self._upstream = Upstream(server.name, _CHILD_URL, limits=limits, socket=path, era=Era.MODERN)
-            case UrlTarget(url, headers):
-                try:
-                    self._upstream = Upstream(server.name, url, limits=limits, headers=headers)
-                except ValueError as error:
-                    raise UpstreamError(
-                        f"Tool server {server.name!r} can't be used: {error}.", code="bad_server_address"
-                    ) from None
-                self._upstream.on_list_changed = self._forget_tools
+                self._way = Supervised(server.name, target, sockets, limits)
+            case DedicatedTarget(restart_on_move):
+                starts = asyncio.Semaphore(limits.dedicated_starts)
+                self._way = DedicatedServer(server.name, restart_on_move, self._forget_tools, starts)
+            case SocketTarget() | UrlTarget() as target:
+                self._way = Remote(server.name, target, limits)
+                self._way.client.on_list_changed = self._forget_tools
 
-    @property
-    def child(self) -> Child | None:
-        return self._child
+    def way(self, rollout: RolloutView | None) -> Way:
+        """How calls of a rollout reach the server. Raises BadRequest where that takes a rollout."""
+        if not isinstance(self._way, DedicatedServer):
+            return self._way
+        if rollout is None:
+            raise BadRequest(
+                f"Tool server {self.server.name!r} has a process for each rollout, and this request names none.",
+                code="rollout_required",
+                hint="Open one with POST /v1/rollouts and use its url.",
+            )
+        return self._dedicated.way(rollout, self._way)
 
-    async def upstream(self) -> Upstream:
-        """A client of the server as it lives now. Raises UpstreamError, DeadlineExceeded."""
-        if self._child is None:
-            assert self._upstream is not None
-            return self._upstream
-        running = self._running
-        if running is None or not running.alive:
-            running = await self._child.ready()
-            if running is not self._running:
-                if self._upstream is not None:
-                    self._retire(self._upstream)
-                self._running = running
-                self._upstream = Upstream(
-                    self.server.name, _CHILD_URL, limits=self._limits, socket=running.socket, era=Era.MODERN
-                )
-        assert self._upstream is not None
-        return self._upstream
-
-    def _retire(self, upstream: Upstream) -> None:
-        task = asyncio.create_task(upstream.aclose())
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
-
-    async def lost(self) -> None:
-        """A connection broke: if the child is dying, waits for the end, so that the next try meets its successor."""
-        running = self._running
-        if self._child is not None and running is not None and running.alive:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await running.ended.wait()
-
-    def seems_stuck(self) -> None:
-        """A call ran past its deadline: a child that answers nothing at all within the grace is killed.
-
-        A tool that merely takes long was cancelled when its connection was dropped; one that blocks its
-        process takes every other call on it along, and only a kill helps.
-        """
-        if self._running is None or not self._running.alive or (self._probing and not self._probing.done()):
-            return
-        self._probing = asyncio.create_task(self._probe(self._running), name=f"probe {self.server.name}")
-
-    async def _probe(self, running: Running) -> None:
-        # With a connection of its own: those of the pool may all be waiting for slow, healthy tools.
-        limits = self._limits
-        probe = Upstream(self.server.name, _CHILD_URL, limits=limits, socket=running.socket, era=Era.MODERN)
-        try:
-            async with asyncio.timeout(limits.probe_s):
-                await probe.request("server/discover", {})
-        except (TimeoutError, UpstreamLost):
-            running.kill(f"it blocked: no answer for {limits.probe_s:g} s after a call's deadline")
-        except MegaMCPError:
-            pass  # an answer, if an odd one: it is alive
-        finally:
-            await probe.aclose()
-
-    async def tools(self) -> dict[str, Tool]:
-        """Its tools by name, in its own order; asked for once. Raises UpstreamError, DeadlineExceeded."""
+    async def tools(self, rollout: RolloutView | None) -> dict[str, Tool]:
+        """Its tools by name, in its own order; asked for once. Raises UpstreamError, DeadlineExceeded, BadRequest."""
         if self._tools is not None:
             return self._tools
-        if self._listing is None or self._listing.done():
-            self._listing = asyncio.create_task(self._list(), name=f"list {self.server.name}")
-            self._listing.add_done_callback(_retrieve)
-        return await asyncio.shield(self._listing)
+        way = self.way(rollout)
+        # Rollouts ask their own processes side by side: what ails one is no answer for another.
+        asked = rollout.id if rollout is not None and isinstance(self._way, DedicatedServer) else None
+        listing = self._listings.get(asked)
+        if listing is None:
+            listing = self._listings[asked] = asyncio.create_task(self._list(way), name=f"list {self.server.name}")
+            listing.add_done_callback(lambda task: self._listed(asked, task))
+        return await asyncio.shield(listing)
+
+    def _listed(self, asked: str | None, task: "asyncio.Task[dict[str, Tool]]") -> None:
+        del self._listings[asked]
+        if not task.cancelled():
+            task.exception()  # whoever asked may have left
 
     def known_tool(self, name: str) -> Tool | None:
         return self._tools.get(name) if self._tools is not None else None
 
-    async def instructions(self) -> str | None:
-        await self.tools()
+    async def instructions(self, rollout: RolloutView | None) -> str | None:
+        await self.tools(rollout)
         return self._instructions
 
     def _forget_tools(self) -> None:
         self._tools = None
+        self._lists += 1
 
-    async def _list(self) -> dict[str, Tool]:
+    async def _list(self, way: Way) -> dict[str, Tool]:
         try:
             async with asyncio.timeout(self._limits.start_timeout_s + self._limits.list_timeout_s):
                 try:
-                    return await self._ask()
+                    return await self._ask(way)
                 except UpstreamLost:  # asking twice does no harm
-                    await self.lost()
-                    return await self._ask()
+                    await way.lost()
+                    return await self._ask(way)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"Tool server {self.server.name!r} did not list its tools in time.",
                 code="tool_server_timeout",
             ) from None
 
-    async def _ask(self) -> dict[str, Tool]:
-        upstream = await self.upstream()
-        if self._child is not None:
-            discovered = await upstream.request("server/discover", {})
-            if not discovered.failed:
-                with contextlib.suppress(msgspec.DecodeError):
-                    found = msgspec.json.decode(discovered.body, type=dict[str, object]).get("instructions")
-                    self._instructions = found if isinstance(found, str) else None
+    async def _ask(self, way: Way) -> dict[str, Tool]:
+        lists = self._lists
+        upstream = await way.upstream()
+        instructions = await upstream.instructions()
         tools: dict[str, Tool] = {}
         cursor: str | None = None
         for _ in range(_MOST_PAGES):
@@ -204,21 +165,18 @@ class Link:
             cursor = page.nextCursor
             if not cursor:
                 break
-        if self._child is None:
-            self._instructions = upstream.instructions
-        self._tools = tools
+        self._instructions = instructions
+        if lists == self._lists:
+            self._tools = tools
         return tools
 
     async def aclose(self) -> None:
-        for task in (self._listing, self._probing):
-            if task is not None and not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
-        if self._child is not None:
-            await self._child.aclose()
-        if self._upstream is not None:
-            await self._upstream.aclose()
+        for task in list(self._listings.values()):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+        if not isinstance(self._way, DedicatedServer):
+            await self._way.aclose()
 
 
 def _tool(text: bytes) -> Tool:
@@ -227,16 +185,12 @@ def _tool(text: bytes) -> Tool:
     return Tool(head.name, text, read_only, mirrored.parameters(head.inputSchema))
 
 
-def _retrieve(task: asyncio.Task[dict[str, Tool]]) -> None:
-    if not task.cancelled():
-        task.exception()
-
-
 @dataclass(frozen=True, slots=True)
 class Route:
     """Where a tool name leads."""
 
-    link: Link
+    server: ServerView
+    way: Way
     tool: Tool
 
 
@@ -262,9 +216,9 @@ class ToolList:
 class Environment:
     """An environment's links and the names of its tools: plain for one server, `server__tool` for several."""
 
-    def __init__(self, view: EnvironmentView, sockets: SocketFolder, limits: Limits) -> None:
+    def __init__(self, view: EnvironmentView, sockets: SocketFolder, dedicated: Dedicated, limits: Limits) -> None:
         self.view = view
-        self.links = {server.name: Link(server, sockets, limits) for server in view.servers}
+        self.links = {server.name: Link(server, sockets, dedicated, limits) for server in view.servers}
         self._single = next(iter(self.links.values())) if len(self.links) == 1 else None
         # A server's name may hold "__" itself: the longest that fits wins.
         self._prefixes = sorted(((f"{name}__", link) for name, link in self.links.items()), key=_longest_first)
@@ -272,17 +226,17 @@ class Environment:
         self._list: ToolList | None = None
         self._listed: tuple[dict[str, Tool], ...] = ()
 
-    def known_route(self, name: str) -> Route | None:
+    def known_route(self, name: str, rollout: RolloutView) -> Route | None:
         """The route, if that needs no question to a server."""
         link, own = self._addressed(name)
         tool = link.known_tool(own) if link is not None else None
-        return Route(link, tool) if link is not None and tool is not None else None
+        return Route(link.server, link.way(rollout), tool) if link is not None and tool is not None else None
 
-    async def route(self, name: str) -> Route:
+    async def route(self, name: str, rollout: RolloutView) -> Route:
         """Raises NotFound, UpstreamError, DeadlineExceeded; asks no other server than the tool's own."""
         link, own = self._addressed(name)
-        if link is not None and (tool := (await link.tools()).get(own)) is not None:
-            return Route(link, tool)
+        if link is not None and (tool := (await link.tools(rollout)).get(own)) is not None:
+            return Route(link.server, link.way(rollout), tool)
         raise NotFound(
             f"Environment {self.view.name!r} has no tool {name[:200]!r}.",
             code="unknown_tool",
@@ -297,10 +251,10 @@ class Environment:
                 return link, name[len(prefix) :]
         return None, name
 
-    async def tool_list(self) -> ToolList:
+    async def tool_list(self, rollout: RolloutView | None) -> ToolList:
         """All tools, servers in the environment's order. One server that fails fails the list: a shorter one
         would be another environment to the model."""
-        listed = tuple([await link.tools() for link in self.links.values()])
+        listed = tuple([await link.tools(rollout) for link in self.links.values()])
         if self._list is None or any(new is not old for new, old in zip(listed, self._listed, strict=True)):
             texts: list[bytes] = []
             for link, tools in zip(self.links.values(), listed, strict=True):
@@ -315,14 +269,14 @@ class Environment:
             self._list, self._listed = ToolList(tuple(texts), pages, tag), listed
         return self._list
 
-    async def instructions(self, timeout: float) -> str | None:
+    async def instructions(self, rollout: RolloutView | None, timeout: float) -> str | None:
         """What the environment says, else what its servers say. Nothing when one can't say it in time."""
         if self.view.instructions is not None:
             return self.view.instructions
         said: list[str | None] = []
         with contextlib.suppress(TimeoutError, MegaMCPError):
             async with asyncio.timeout(timeout):
-                said = [await link.instructions() for link in self.links.values()]
+                said = [await link.instructions(rollout) for link in self.links.values()]
         return "\n\n".join(text for text in said if text) or None
 
     async def aclose(self) -> None:
@@ -343,23 +297,25 @@ def _renamed(tool: Tool, name: str) -> bytes:
 class Environments:
     """All environments in use by this process."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, control: ControlPort, limits: Limits) -> None:
         self._limits = limits
         self._sockets = SocketFolder()
         self._known: dict[int, Environment] = {}
+        self.dedicated = Dedicated(control, limits)
 
     def of(self, view: EnvironmentView) -> Environment:
         known = self._known.get(view.id)
         if known is None:
-            known = self._known[view.id] = Environment(view, self._sockets, self._limits)
+            known = self._known[view.id] = Environment(view, self._sockets, self.dedicated, self._limits)
         return known
 
     async def forget(self, environment_id: int) -> None:
         """Stops an environment's servers; a later use starts them again."""
         if (known := self._known.pop(environment_id, None)) is not None:
             await known.aclose()
+            await self.dedicated.forget(environment_id)
 
     async def aclose(self) -> None:
-        await asyncio.gather(*(known.aclose() for known in self._known.values()))
+        await asyncio.gather(self.dedicated.aclose(), *(known.aclose() for known in self._known.values()))
         self._known.clear()
         self._sockets.remove()

@@ -4,8 +4,8 @@ from megamcp.dataplane import wire
 from megamcp.dataplane.asgi import Receive, Scope, Send
 from megamcp.dataplane.calls import CallRequest, Calls
 from megamcp.dataplane.endpoint import Endpoint
-from megamcp.dataplane.links import Environment, Environments
-from megamcp.dataplane.ports import ControlPort, Limits, RolloutView
+from megamcp.dataplane.links import Environments
+from megamcp.dataplane.ports import ControlPort, Limits
 from megamcp.dataplane.protocol import ToolCall
 from megamcp.errors import BY_RPC, MegaMCPError, Unprocessable, UpstreamError
 
@@ -20,7 +20,7 @@ class Dataplane:
     def __init__(self, control: ControlPort, limits: Limits | None = None) -> None:
         limits = limits or Limits()
         self._control = control
-        self._environments = Environments(limits)
+        self._environments = Environments(control, limits)
         self._calls = Calls(control, self._environments, limits)
         self._endpoint = Endpoint(control, self._environments, self._calls, limits)
 
@@ -48,7 +48,9 @@ class Dataplane:
 
     async def tools(self, rollout_id: str) -> tuple[bytes, ...]:
         """JSON texts of the rollout's tools, as its agent sees them. Raises NotFound, Gone, UpstreamError."""
-        return (await (await self._environment(rollout_id)).tool_list()).texts
+        rollout = await self._control.rollout(rollout_id)
+        environment = self._environments.of(await self._control.environment(rollout.environment_id))
+        return (await environment.tool_list(rollout)).texts
 
     async def call(self, rollout_id: str, tool: str, arguments: bytes, *, idempotency_key: str | None = None) -> bytes:
         """One tool call on the path that agents' calls take; `arguments` is the JSON text of an object.
@@ -62,6 +64,14 @@ class Dataplane:
             raise _as_error(reply.body)
         return reply.body
 
+    async def moved(self, rollout_id: str) -> None:
+        """A rollout was rolled back: dedicated servers that can't be kept are stopped, with what they are doing."""
+        await self._environments.dedicated.moved(rollout_id)
+
+    async def ended(self, rollout_id: str) -> None:
+        """A rollout is over: its dedicated servers are stopped."""
+        await self._environments.dedicated.ended(rollout_id)
+
     async def forget(self, environment_id: int) -> None:
         """An environment was unloaded: stops its servers."""
         await self._environments.forget(environment_id)
@@ -70,10 +80,6 @@ class Dataplane:
         """Waits for endings that are being recorded, then stops every child."""
         await self._calls.aclose()
         await self._environments.aclose()
-
-    async def _environment(self, rollout_id: str) -> Environment:
-        rollout: RolloutView = await self._control.rollout(rollout_id)
-        return self._environments.of(await self._control.environment(rollout.environment_id))
 
 
 def _as_error(error: bytes) -> MegaMCPError:

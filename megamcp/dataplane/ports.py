@@ -47,6 +47,32 @@ class UrlTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class DedicatedTarget:
+    """A server that each rollout has a process of its own of: `ControlPort.dedicated` says which.
+
+    `restart_on_move`: it can't be kept when its rollout is rolled back, since it remembers what it read.
+    """
+
+    restart_on_move: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StdioTarget:
+    """One rollout's process of a dedicated server: MCP, one message a line, over its stdin and stdout.
+
+    A process serves one target; another target is another process. `generation` only grows, and a target of an older
+    one is never started again: it says which of two is out of date. `secrets` are texts (passwords, DSNs) that are
+    left out of everything that is logged or told of what the process prints.
+    """
+
+    command: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    generation: int = 0
+    secrets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ServerView:
     """One tool server of an environment.
 
@@ -57,7 +83,7 @@ class ServerView:
     """
 
     name: str
-    target: ChildTarget | SocketTarget | UrlTarget
+    target: ChildTarget | SocketTarget | UrlTarget | DedicatedTarget
     exactly_once: bool
     call_timeout_s: float | None = None
     own_database: bool = False
@@ -195,6 +221,14 @@ class ControlPort(Protocol):
         """
         ...
 
+    async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget:
+        """The process that serves a rollout now, its state ready to be used.
+
+        Asked before each call of a dedicated server and after its intent is durable, so answer from memory where
+        nothing can have changed. `rollout` may be an older view. Raises NotFound, Gone, Unprocessable, NoCapacity.
+        """
+        ...
+
     async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:
         """A cancellation for a request this process does not have: pass it on to the other gateway processes,
         which hand it to `Dataplane.cancel`. May do nothing."""
@@ -221,5 +255,8 @@ class Limits:
     waiting_per_rollout: int = 64
     calls_in_flight: int = 4096
     connections_per_server: int = 64
+    dedicated_processes: int = 100
+    dedicated_idle_s: float = 300.0
+    dedicated_starts: int = 4
     tools_per_page: int = 500
     allowed_origins: tuple[str, ...] = ()

@@ -4,10 +4,12 @@ No behaviour but the encoding of header values.
 """
 
 import binascii
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
+from megamcp.dataplane.wire import Reply
 from megamcp.errors import UpstreamError
 
 MODERN = "2026-07-28"
@@ -53,6 +55,33 @@ class ToolCall:
     more: bytes = b""
     headers: tuple[tuple[str, str], ...] = ()
     progress_token: bytes | None = None
+
+
+class Upstream(Protocol):
+    """A client of one tool server, however it is reached.
+
+    Every method may raise UpstreamLost and UpstreamError; the caller sets the deadline. Leaving a request (its task is
+    cancelled) cancels it at the server.
+    """
+
+    async def call(
+        self,
+        call: ToolCall,
+        *,
+        handle: str | None = None,
+        database: str | None = None,
+        progress: Progress | None = None,
+    ) -> Reply:
+        """One tool call. `handle` and `database` (a DSN) are for servers on our SDK."""
+        ...
+
+    async def request(self, method: str, params: Mapping[str, object]) -> Reply:
+        """Any other request, with parameters of ours."""
+        ...
+
+    async def instructions(self) -> str | None:
+        """What the server says about its use."""
+        ...
 
 
 def header_value(value: str) -> str:

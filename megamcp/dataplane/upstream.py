@@ -10,25 +10,17 @@ can't have run.
 import asyncio
 import contextlib
 import itertools
-import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import msgspec
-
-from megamcp import __version__
-from megamcp.dataplane import wire
+from megamcp.dataplane import messages, wire
 from megamcp.dataplane.http import Address, Broken, ConnectFailed, Pool, Response, TooMuch, field_lines
 from megamcp.dataplane.ports import Limits
 from megamcp.dataplane.protocol import (
-    CAPABILITIES_KEY,
-    CLIENT_KEY,
     DATABASE_HEADER,
     HANDLE_HEADER,
     HANDSHAKE,
     MODERN,
-    PROTOCOL_KEY,
     Era,
     Progress,
     ToolCall,
@@ -38,13 +30,8 @@ from megamcp.dataplane.protocol import (
 from megamcp.dataplane.sse import SseReader
 from megamcp.errors import UpstreamError
 
-log = logging.getLogger(__name__)
-
-_CLIENT = {"name": "megamcp", "version": __version__}
-_OWN_META = wire.encode({PROTOCOL_KEY: MODERN, CLIENT_KEY: _CLIENT, CAPABILITIES_KEY: {}})[1:-1]
 _PLAIN = b"Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n"
 _MODERN = b"MCP-Protocol-Version: %b\r\n" % MODERN.encode()
-_REVISION = re.compile(r"[0-9A-Za-z.-]{1,40}")
 _RESUME_ATTEMPTS = 3
 
 
@@ -54,7 +41,7 @@ class _Session:
     id: str | None
 
 
-class Upstream:
+class HttpUpstream:
     """A client of one server at one address. Owns its connections; `aclose` ends them."""
 
     def __init__(
@@ -81,7 +68,7 @@ class Upstream:
         self._fixed = era is not None
         self._session: _Session | None = None
         self._negotiating = asyncio.Lock()
-        self.instructions: str | None = None
+        self._instructions: str | None = None
         self.on_list_changed: Callable[[], None] | None = None
         self._plain = field_lines(headers or {}) + _PLAIN
         self._modern = self._plain + _MODERN
@@ -104,7 +91,6 @@ class Upstream:
         if (era := self._era) is None:
             era = await self.negotiate()
         number = str(next(self._ids)).encode()
-        name = wire.encode(call.name)
         if era is Era.MODERN:
             fields = b"%bMcp-Method: tools/call\r\nMcp-Name: %b\r\n" % (
                 self._modern,
@@ -116,25 +102,9 @@ class Upstream:
                 fields += b"%b: %b\r\n" % (DATABASE_HEADER, database.encode("ascii"))
             if call.headers:
                 fields += field_lines(dict(call.headers))
-            if call.modern:
-                meta = call.meta
-            elif len(call.meta) > 2:
-                meta = b"{%b,%b" % (_OWN_META, call.meta.lstrip()[1:])
-            else:
-                meta = b"{%b}" % _OWN_META
-            body = (
-                b'{"jsonrpc":"2.0","id":%b,"method":"tools/call","params":{"name":%b,"arguments":%b%b,"_meta":%b}}'
-                % (number, name, call.arguments, call.more, meta)
-            )
+            body = messages.tool_call(number, call, messages.modern_meta(call))
             return await self._exchange(body, fields, number, progress, None)
-        meta = self._handshake_meta(call, number)
-        body = b'{"jsonrpc":"2.0","id":%b,"method":"tools/call","params":{"name":%b,"arguments":%b%b%b}}' % (
-            number,
-            name,
-            call.arguments,
-            call.more,
-            b',"_meta":' + meta if meta else b"",
-        )
+        body = messages.tool_call(number, call, messages.shared_meta(call, number, modern=False))
         return await self._in_session(body, number, progress, call.progress_token)
 
     async def request(self, method: str, params: Mapping[str, object]) -> wire.Reply:
@@ -143,25 +113,19 @@ class Upstream:
         number = str(next(self._ids)).encode()
         if era is Era.MODERN:
             fields = b"%bMcp-Method: %b\r\n" % (self._modern, method.encode())
-            params = {**params, "_meta": {PROTOCOL_KEY: MODERN, CLIENT_KEY: _CLIENT, CAPABILITIES_KEY: {}}}
-            return await self._exchange(_message(number, method, params), fields, number, None, None)
-        return await self._in_session(_message(number, method, params), number, None, None)
+            body = messages.request(number, method, {**params, "_meta": messages.OWN_META})
+            return await self._exchange(body, fields, number, None, None)
+        return await self._in_session(messages.request(number, method, params), number, None, None)
+
+    async def instructions(self) -> str | None:
+        """What the server says about its use. Raises UpstreamLost, UpstreamError."""
+        if self._fixed:
+            found = messages.read_discovered(await self.request("server/discover", {}))
+            return found.instructions if found else None
+        await self.negotiate()
+        return self._instructions
 
     # The handshake era
-
-    def _handshake_meta(self, call: ToolCall, number: bytes) -> bytes:
-        if len(call.meta) <= 2:
-            return b""
-        # All rollouts share the session, so tokens of different clients could be equal: ours is the request's
-        # number. What describes a modern client has no meaning here.
-        members = {
-            key: value
-            for key, value in wire.read_members(call.meta, "_meta").items()
-            if key not in (PROTOCOL_KEY, CLIENT_KEY, CAPABILITIES_KEY)
-        }
-        if call.progress_token is not None:
-            members["progressToken"] = msgspec.Raw(number)
-        return wire.encode(members) if members else b""
 
     async def _in_session(
         self, body: bytes, number: bytes, progress: Progress | None, token: bytes | None
@@ -195,12 +159,9 @@ class Upstream:
         return fields
 
     async def _say_cancelled(self, fields: bytes, number: bytes) -> None:
-        body = (
-            b'{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":%b,"reason":"left"}}' % number
-        )
         with contextlib.suppress(Exception):
             # Shielded from the cancellation that brought us here, and short: the caller is leaving.
-            await asyncio.shield(asyncio.ensure_future(self._post_quietly(body, fields)))
+            await asyncio.shield(asyncio.ensure_future(self._post_quietly(messages.cancelled(number), fields)))
 
     async def _post_quietly(self, body: bytes, fields: bytes) -> None:
         with contextlib.suppress(ConnectFailed, Broken, TimeoutError):
@@ -221,54 +182,32 @@ class Upstream:
 
     async def _discover(self) -> bool:
         fields = self._modern + b"Mcp-Method: server/discover\r\n"
-        params = {"_meta": {PROTOCOL_KEY: MODERN, CLIENT_KEY: _CLIENT, CAPABILITIES_KEY: {}}}
+        body = messages.request(b"0", "server/discover", messages.DISCOVER_PARAMS)
         try:
-            reply = await self._exchange(_message(b"0", "server/discover", params), fields, b"0", None, None)
+            reply = await self._exchange(body, fields, b"0", None, None)
         except UpstreamLost:
             raise
         except (UpstreamError, _SessionGone):
             return False
-        if reply.failed:
-            return False
-        try:
-            found = msgspec.json.decode(reply.body, type=_Discovered)
-        except msgspec.DecodeError:
-            return False
-        self.instructions = found.instructions
-        return MODERN in found.supportedVersions
+        found = messages.read_discovered(reply)
+        if found is not None:
+            self._instructions = found.instructions
+        return found is not None
 
     async def _initialize(self) -> None:
         number = str(next(self._ids)).encode()
-        params = {"protocolVersion": HANDSHAKE[0], "capabilities": {}, "clientInfo": _CLIENT}
+        body = messages.request(number, "initialize", messages.INITIALIZE_PARAMS)
         session = _Session(HANDSHAKE[0], None)
         try:
-            reply = await self._exchange(
-                _message(number, "initialize", params), self._plain, number, None, None, session
-            )
+            reply = await self._exchange(body, self._plain, number, None, None, session)
         except _SessionGone:
             reply = None
         if reply is None or reply.failed:
             self._era = None
-            why = wire.peek_error(reply.body)[1] if reply else "404"
-            raise UpstreamError(
-                f"Tool server {self.name!r} refuses MCP's handshake: {why}", code="tool_server_protocol"
-            )
-        try:
-            found = msgspec.json.decode(reply.body, type=_Initialized)
-        except msgspec.DecodeError as error:
-            raise UpstreamError(
-                f"Tool server {self.name!r} answers the handshake with nonsense: {error}",
-                code="tool_server_protocol",
-            ) from None
-        if not _REVISION.fullmatch(found.protocolVersion):
-            raise UpstreamError(
-                f"Tool server {self.name!r} speaks no known revision of MCP.", code="tool_server_protocol"
-            )
-        self.instructions = found.instructions
+        found = messages.read_initialized(self.name, reply)
+        self._instructions = found.instructions
         session.version = found.protocolVersion
-        await self._post_quietly(
-            b'{"jsonrpc":"2.0","method":"notifications/initialized"}', self._session_fields(session)
-        )
+        await self._post_quietly(messages.INITIALIZED, self._session_fields(session))
         self._session = session
 
     # One POST
@@ -324,7 +263,7 @@ class Upstream:
 
     def _read_reply(self, body: bytes, number: bytes, status: int, in_session: bool) -> wire.Reply:
         envelope = self._parse(body)
-        reply = _reply_in(envelope, number)
+        reply = messages.reply_in(envelope, number)
         if reply is None:
             if envelope.error is not wire.ABSENT:  # `id: null`: refused before the id was read
                 return wire.Reply(bytes(envelope.error), failed=True)
@@ -337,14 +276,7 @@ class Upstream:
         return reply
 
     def _parse(self, body: bytes) -> wire.Envelope:
-        try:
-            wire.check_text(body, 10 * self._limits.depth)
-            return wire.read_envelope(body)
-        except wire.RpcFailure as error:
-            raise UpstreamError(
-                f"Tool server {self.name!r} sent something that is not JSON-RPC: {error.message}",
-                code="tool_server_protocol",
-            ) from None
+        return messages.read(self.name, body, 10 * self._limits.depth)
 
     async def _read_stream(
         self,
@@ -362,7 +294,7 @@ class Upstream:
                 while (chunk := await current.next_chunk()) is not None:
                     for data in reader.feed(chunk):
                         envelope = self._parse(data)
-                        if (reply := _reply_in(envelope, number)) is not None:
+                        if (reply := messages.reply_in(envelope, number)) is not None:
                             return reply
                         await self._aside(envelope, data, fields, progress, token)
                 if reader.last_id is None or self._era is Era.MODERN:
@@ -388,57 +320,15 @@ class Upstream:
         token: bytes | None,
     ) -> None:
         if envelope.method == "notifications/progress":
-            if progress is not None:
-                if token is not None:
-                    try:
-                        params = wire.read_members(envelope.params, "params")
-                    except wire.RpcFailure:
-                        return
-                    params["progressToken"] = msgspec.Raw(token)
-                    body = wire.encode(params)
-                    data = b'{"jsonrpc":"2.0","method":"notifications/progress","params":%b}' % body
-                await progress(data)
+            text = data if token is None else messages.progress_for(envelope.params, token)
+            if progress is not None and text is not None:
+                await progress(text)
         elif envelope.method == "notifications/tools/list_changed":
             if self.on_list_changed is not None:
                 self.on_list_changed()
         elif envelope.method is not None and envelope.id is not wire.ABSENT:
-            # A request to the client (sampling, elicitation, roots): none is declared, so it is refused.
-            number = bytes(envelope.id)
-            body = (
-                wire.result_message(number, b"{}")
-                if envelope.method == "ping"
-                else wire.error_message(number, b'{"code":-32601,"message":"No such capability is declared."}')
-            )
-            await self._post_quietly(body, fields)
+            await self._post_quietly(messages.answer_to(envelope), fields)
 
 
 class _SessionGone(Exception):
     """HTTP 404: the server does not know the session (any more)."""
-
-
-class _Discovered(msgspec.Struct):
-    supportedVersions: list[str]
-    instructions: str | None = None
-
-
-class _Initialized(msgspec.Struct):
-    protocolVersion: str
-    instructions: str | None = None
-
-
-def _message(number: bytes, method: str, params: Mapping[str, object]) -> bytes:
-    return b'{"jsonrpc":"2.0","id":%b,"method":%b,"params":%b}' % (
-        number,
-        wire.encode(method),
-        wire.encode(params),
-    )
-
-
-def _reply_in(envelope: wire.Envelope, number: bytes) -> wire.Reply | None:
-    if envelope.method is not None or envelope.id is wire.ABSENT or bytes(envelope.id) != number:
-        return None
-    if envelope.result is not wire.ABSENT and (result := bytes(envelope.result))[0] == 0x7B:
-        return wire.Reply(result)
-    if envelope.error is not wire.ABSENT:
-        return wire.Reply(bytes(envelope.error), failed=True)
-    return None

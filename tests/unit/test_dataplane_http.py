@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megamcp.dataplane.http import Address, Broken, ConnectFailed, Pool, TooMuch, field_lines
 from megamcp.dataplane.ports import Limits
 from megamcp.dataplane.protocol import ToolCall
-from megamcp.dataplane.upstream import Upstream
+from megamcp.dataplane.upstream import HttpUpstream
 
 
 @contextlib.asynccontextmanager
@@ -183,7 +183,7 @@ async def test_a_stream_that_was_closed_is_gone_on_with_after_its_last_event():
         [sse + reply, None],
     ]
     async with saying(*answers) as (_, requests, _connections, url):
-        upstream = Upstream("other", url, limits=Limits())
+        upstream = HttpUpstream("other", url, limits=Limits())
         try:
             answer = await upstream.call(ToolCall("x", b"{}"))
         finally:

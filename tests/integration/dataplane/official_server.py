@@ -1,5 +1,6 @@
-"""A tool server made with the official SDK, as a stranger would write it: `official_server.py SOCKET|PORT [options]`.
+"""A tool server made with the official SDK, as a stranger would write it.
 
+`official_server.py SOCKET|PORT|stdio [options]`
 Options: `--stateful` keeps handshake-era sessions, `--json` answers in JSON where it may, `--die` ends at once.
 """
 
@@ -99,6 +100,9 @@ def main() -> None:
     where, options = sys.argv[1], sys.argv[2:]
     if "--die" in options:
         raise SystemExit("I die at once")
+    if where == "stdio":
+        server.run("stdio")
+        return
     app = server.streamable_http_app(
         stateless_http="--stateful" not in options,
         json_response="--json" in options,

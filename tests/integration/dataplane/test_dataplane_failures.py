@@ -101,7 +101,7 @@ async def test_a_call_that_kills_its_server_twice_is_an_error(gateway, make_chil
     view = gateway.environment(ServerView("shop", make_child(), exactly_once=True))
     rollout = gateway.control.open(view)
     await gateway.call(rollout, "pid")
-    server = gateway.plane._environments.of(view).links["shop"]
+    server = gateway.plane._environments.of(view).links["shop"].way(None)
 
     async def killer():
         for _ in range(2):
@@ -215,7 +215,7 @@ async def test_the_children_end_with_the_gateway(serve, make_child):
     async with serve(IMPATIENT) as running:
         view = running.environment(ServerView("shop", make_child(), exactly_once=True))
         await warm(running, view)
-        pid = running.plane._environments.of(view).links["shop"].child.pid
+        pid = running.plane._environments.of(view).links["shop"].way(None).child.pid
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -260,7 +260,7 @@ async def test_a_healthy_server_with_all_its_connections_busy_is_not_killed(serv
     async with serve(limits) as running:
         view = running.environment(ServerView("shop", make_child(), exactly_once=True))
         await warm(running, view)
-        server = running.plane._environments.of(view).links["shop"]
+        server = running.plane._environments.of(view).links["shop"].way(None)
         pid = server.child.pid
         calls = [running.call(running.control.open(view), "slow", {"name": "b", "seconds": 9}) for _ in range(3)]
         assert {answer.code for answer in await asyncio.gather(*calls)} == {"deadline_exceeded"}
@@ -273,13 +273,13 @@ async def test_a_killed_gateway_leaves_no_child_behind(tmp_path, blocked):
     script = tmp_path / "gateway.py"
     script.write_text(
         "import asyncio, sys\n"
-        "from megamcp.dataplane.children import Child, SocketFolder\n"
+        "from megamcp.dataplane.children import SocketChild, SocketFolder\n"
         "from megamcp.dataplane.ports import SOCKET, ChildTarget, Limits\n"
         "CODE = 'import os, socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen();'\n"
         f"CODE += {'time.sleep(600)' if blocked else 'sys.stdin.read()'!r}\n"
         "async def main():\n"
         "    target = ChildTarget((sys.executable, '-c', CODE, SOCKET))\n"
-        "    child = Child('c', target, SocketFolder(), Limits())\n"
+        "    child = SocketChild('c', target, SocketFolder(), Limits())\n"
         "    print((await child.ready()).process.pid, flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"

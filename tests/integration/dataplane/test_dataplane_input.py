@@ -251,7 +251,7 @@ async def test_large_arguments_and_results_pass(gateway, rollout):
 
 async def test_tool_descriptions_pass_byte_for_byte(gateway, rollout, shared):
     link = gateway.plane._environments.of(shared).links["shop"]
-    texts = [tool.text for tool in (await link.tools()).values()]
+    texts = [tool.text for tool in (await link.tools(None)).values()]
     answer = await gateway.rpc(rollout, "tools/list")
     assert answer.body.endswith(b'"result":{"tools":[%b]}}' % b",".join(texts))
 

@@ -1,0 +1,239 @@
+"""Dedicated servers: one process for each rollout and server, started at the rollout's first use.
+
+The control plane says which process that is (`ControlPort.dedicated`, asked before each call). A process ends when it
+has been idle for long, when its rollout ends, when the target has changed, or when another rollout needs its place and
+it is the one that was used least recently; then the next call starts another. Processes of this gateway process only:
+another one has its own, and what both may do to the rollout's state is fenced by the state, not here.
+"""
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from megamcp.dataplane.ports import ControlPort, Limits, RolloutView, StdioTarget
+from megamcp.dataplane.protocol import Upstream
+from megamcp.dataplane.stdio import StdioChild
+from megamcp.errors import Conflict, NoCapacity, UpstreamError
+
+_Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DedicatedServer:
+    """A dedicated server of an environment, without its processes. `starts` bounds how many start at once."""
+
+    name: str
+    restart_on_move: bool
+    list_changed: Callable[[], None]
+    starts: asyncio.Semaphore
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """A rollout's place at one server: its process, over all lives of one target."""
+
+    rollout: RolloutView
+    server: DedicatedServer
+    target: StdioTarget
+    child: StdioChild
+    used: float
+    waiting: int = 0
+    stopping: "asyncio.Task[None] | None" = None
+
+    @property
+    def key(self) -> _Key:
+        return self.rollout.id, self.server.name
+
+    @property
+    def busy(self) -> bool:
+        return self.waiting > 0 or self.child.busy
+
+
+class Dedicated:
+    """All dedicated processes of this gateway process."""
+
+    def __init__(self, control: ControlPort, limits: Limits) -> None:
+        self._control = control
+        self._limits = limits
+        self._seats: OrderedDict[_Key, Seat] = OrderedDict()  # least recently used first
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    def way(self, rollout: RolloutView, server: DedicatedServer) -> "Place":
+        return Place(self, rollout, server)
+
+    def seat(self, key: _Key) -> Seat | None:
+        return self._seats.get(key)
+
+    async def upstream(self, place: "Place") -> Upstream:
+        """A client of the rollout's process as the control plane wants it now. Raises NoCapacity, Conflict,
+        UpstreamError, DeadlineExceeded, and what `ControlPort.dedicated` raises."""
+        while True:
+            target = await self._control.dedicated(place.rollout, place.server.name)
+            seat = await self._taken(place, target)
+            async with self._in_use(seat):
+                try:
+                    if seat.child.running is not None:
+                        return await seat.child.upstream()
+                    async with place.server.starts:
+                        return await seat.child.upstream()
+                except UpstreamError:
+                    if seat.stopping is None:
+                        raise  # else it was stopped for a reason that may not be this call's: ask again
+
+    async def _taken(self, place: "Place", target: StdioTarget) -> Seat:
+        """The rollout's seat for this target."""
+        while not self._closed:
+            seat = self._seats.get(place.key)
+            if seat is None and len(self._seats) < self._limits.dedicated_processes:
+                return self._new_seat(place, target)
+            if seat is None:
+                await self._make_room()
+            elif seat.stopping is not None:
+                await asyncio.wait({seat.stopping})
+            elif seat.target == target:
+                return seat
+            elif seat.target.generation > target.generation:
+                raise Conflict("The rollout was moved before the call was sent.", code="rolled_back")
+            else:
+                await asyncio.wait({self._stop(seat, "its rollout has moved", now=True)})
+        raise UpstreamError(f"Tool server {place.server.name!r} has been stopped.", code="tool_server_stopped")
+
+    def _new_seat(self, place: "Place", target: StdioTarget) -> Seat:
+        child = StdioChild(
+            place.server.name,
+            target,
+            self._limits,
+            used=lambda: self._touch(seat),
+            list_changed=place.server.list_changed,
+        )
+        seat = Seat(place.rollout, place.server, target, child, asyncio.get_running_loop().time())
+        self._seats[seat.key] = seat
+        self._watch_idle()
+        return seat
+
+    @contextlib.asynccontextmanager
+    async def _in_use(self, seat: Seat) -> AsyncIterator[None]:
+        seat.waiting += 1
+        try:
+            yield
+        finally:
+            seat.waiting -= 1
+            self._touch(seat)
+
+    def _touch(self, seat: Seat) -> None:
+        seat.used = asyncio.get_running_loop().time()
+        if self._seats.get(seat.key) is seat:
+            self._seats.move_to_end(seat.key)
+
+    async def _make_room(self) -> None:
+        stopping = [seat.stopping for seat in self._seats.values() if seat.stopping is not None]
+        idle = next((seat for seat in self._seats.values() if not seat.busy and seat.stopping is None), None)
+        if not stopping and idle is None:
+            raise NoCapacity(
+                f"All {len(self._seats)} processes of dedicated servers are busy.",
+                code="dedicated_capacity",
+                hint="Try again, or raise MEGAMCP_DEDICATED_PROCESSES.",
+            )
+        if not stopping and idle is not None:
+            stopping.append(self._stop(idle, "its place was needed"))
+        await asyncio.wait(stopping, return_when=asyncio.FIRST_COMPLETED)
+
+    # Ends
+
+    def _stop(self, seat: Seat, reason: str, *, now: bool = False) -> "asyncio.Task[None]":
+        if seat.stopping is None:
+            seat.stopping = asyncio.create_task(self._stopped(seat, reason, now=now), name=f"stop {seat.key}")
+        return seat.stopping
+
+    async def _stopped(self, seat: Seat, reason: str, *, now: bool) -> None:
+        try:
+            await seat.child.aclose(reason, now=now)
+        finally:
+            del self._seats[seat.key]
+
+    def _watch_idle(self) -> None:
+        if self._timer is None and self._seats:
+            loop = asyncio.get_running_loop()
+            first = next(iter(self._seats.values()))
+            self._timer = loop.call_at(first.used + self._limits.dedicated_idle_s, self._stop_idle)
+
+    def _stop_idle(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        for seat in list(self._seats.values()):
+            if seat.used + self._limits.dedicated_idle_s > now:
+                break
+            if seat.busy:
+                self._touch(seat)
+            else:
+                self._stop(seat, "it was idle")
+                self._seats.move_to_end(seat.key)
+        if any(seat.stopping is None for seat in self._seats.values()):
+            self._watch_idle()
+
+    async def moved(self, rollout_id: str) -> None:
+        """A rollout was rolled back: processes that can't be kept end now, whatever they are doing."""
+        await self._end(
+            lambda seat: seat.rollout.id == rollout_id and seat.server.restart_on_move,
+            "its rollout was rolled back",
+        )
+
+    async def ended(self, rollout_id: str) -> None:
+        """A rollout is over: so are its processes."""
+        await self._end(lambda seat: seat.rollout.id == rollout_id, "its rollout is over")
+
+    async def forget(self, environment_id: int) -> None:
+        """An environment was unloaded."""
+        await self._end(
+            lambda seat: seat.rollout.environment_id == environment_id,
+            "its environment was unloaded",
+        )
+
+    async def _end(self, which: Callable[[Seat], bool], reason: str) -> None:
+        if stopping := [self._stop(seat, reason, now=True) for seat in filter(which, list(self._seats.values()))]:
+            await asyncio.wait(stopping)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if stopping := [self._stop(seat, "the gateway is shutting down") for seat in list(self._seats.values())]:
+            await asyncio.wait(stopping)
+
+
+class Place:
+    """The way of one rollout to one dedicated server: see `ways.Way`."""
+
+    comes_back = True
+
+    __slots__ = ("_dedicated", "key", "rollout", "server")
+
+    def __init__(self, dedicated: Dedicated, rollout: RolloutView, server: DedicatedServer) -> None:
+        self._dedicated = dedicated
+        self.rollout = rollout
+        self.server = server
+        self.key = rollout.id, server.name
+
+    async def upstream(self) -> Upstream:
+        return await self._dedicated.upstream(self)
+
+    async def lost(self) -> None:
+        if (seat := self._seat) is not None:
+            await seat.child.end()
+
+    def seems_stuck(self) -> None:
+        """A call that did not end when it was cancelled has ended with its process by now."""
+
+    @property
+    def tail(self) -> str:
+        return seat.child.tail if (seat := self._seat) is not None else ""
+
+    @property
+    def _seat(self) -> Seat | None:
+        return self._dedicated.seat(self.key)

@@ -1,0 +1,379 @@
+"""MCP over the pipes of a process: one JSON-RPC message a line, many requests at once.
+
+The process may print what it likes. Lines that are no message of the protocol are handed to the log, lines over the
+bound are dropped (with the call that they answer), and who floods is read slowly; none of it reaches another call.
+A request that is left (deadline, cancellation) is cancelled at the server and settled before leaving returns: it was
+answered, or the process was killed. So nothing that was reported as ended can still take effect. What the process
+does after it answered is not known here, and nothing is sent twice.
+
+The era is asked for by `initialize`, since servers of the handshake era may leave anything else unanswered before
+that; one that only speaks 2026-07-28 refuses it and is asked `server/discover`.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from megamcp.dataplane import messages, wire
+from megamcp.dataplane.children import Child, Pace, Running
+from megamcp.dataplane.ports import Limits, StdioTarget
+from megamcp.dataplane.protocol import Progress, ToolCall, UpstreamLost
+from megamcp.errors import UpstreamError
+
+_CHUNK = 1 << 16
+_UNASKED_PER_S = 1 << 20
+_UNREAD_BYTES = 1 << 20
+_PROGRESS_KEPT = 64
+_ENDING_S = 0.5
+_ENDS = 256
+_ID_FIRST = re.compile(rb'\s*\{\s*"jsonrpc"\s*:\s*"2\.0"\s*,\s*"id"\s*:\s*([0-9]{1,18})\s*,')
+_ID_LAST = re.compile(rb'"id"\s*:\s*([0-9]{1,18})\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
+
+Printed = Callable[[bytes], None]
+Told = Callable[[], None]
+
+
+class _ProgressToken(msgspec.Struct):
+    progressToken: int
+
+
+class _Pending:
+    """A request that waits for its answer."""
+
+    __slots__ = ("ended", "news", "progress", "token")
+
+    def __init__(self, token: bytes | None) -> None:
+        self.token = token
+        self.progress: deque[bytes] = deque(maxlen=_PROGRESS_KEPT)
+        self.news = asyncio.Event()
+        self.ended: asyncio.Future[wire.Reply | UpstreamError] = asyncio.get_running_loop().create_future()
+
+    def end(self, how: wire.Reply | UpstreamError) -> None:
+        if not self.ended.done():
+            self.ended.set_result(how)
+            self.news.set()
+
+
+class StdioUpstream:
+    """A client of one process, for as long as it lives."""
+
+    def __init__(
+        self,
+        name: str,
+        running: Running,
+        *,
+        limits: Limits,
+        printed: Printed,
+        used: Told | None,
+        list_changed: Told | None,
+    ) -> None:
+        assert running.process.stdin is not None
+        assert running.process.stdout is not None
+        self.name = name
+        self._running = running
+        self._stdin = running.process.stdin
+        self._stdout = running.process.stdout
+        self._limits = limits
+        self._printed = printed
+        self._used = used
+        self._list_changed = list_changed
+        self._ids = itertools.count(1)
+        self._pending: dict[bytes, _Pending] = {}
+        self._writing = asyncio.Lock()
+        self._modern: bool | None = None
+        self._instructions: str | None = None
+        self._pace = Pace(_UNASKED_PER_S)
+        self._closed = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._pending)
+
+    async def negotiate(self) -> None:
+        """The handshake, in the era that the server speaks. Raises UpstreamLost, UpstreamError."""
+        reply = await self._exchange(self._number(), "initialize", messages.INITIALIZE_PARAMS)
+        if reply.failed:
+            number = self._number()
+            found = messages.read_discovered(await self._exchange(number, "server/discover", messages.DISCOVER_PARAMS))
+            if found is not None:
+                self._modern, self._instructions = True, found.instructions
+                return
+        self._instructions = messages.read_initialized(self.name, reply).instructions
+        self._say(messages.INITIALIZED)
+        self._modern = False
+
+    async def call(
+        self,
+        call: ToolCall,
+        *,
+        handle: str | None = None,
+        database: str | None = None,
+        progress: Progress | None = None,
+    ) -> wire.Reply:
+        """Runs one tool call. Raises UpstreamLost, UpstreamError. The caller sets the deadline."""
+        number = self._number()
+        body = messages.tool_call(number, call, messages.shared_meta(call, number, modern=self._modern is True))
+        return await self._answered(number, body, call.progress_token, progress)
+
+    async def request(self, method: str, params: Mapping[str, object]) -> wire.Reply:
+        """Any other request, with parameters of ours."""
+        if self._modern:
+            params = {**params, "_meta": messages.OWN_META}
+        return await self._exchange(self._number(), method, params)
+
+    async def instructions(self) -> str | None:
+        """What the server said about its use."""
+        return self._instructions
+
+    def _number(self) -> bytes:
+        return str(next(self._ids)).encode()
+
+    # A request and its answer
+
+    async def _exchange(self, number: bytes, method: str, params: Mapping[str, object]) -> wire.Reply:
+        return await self._answered(number, messages.request(number, method, params), None, None)
+
+    async def _answered(self, number: bytes, body: bytes, token: bytes | None, progress: Progress | None) -> wire.Reply:
+        pending = self._pending[number] = _Pending(token if progress is not None else None)
+        sent = False
+        try:
+            async with self._writing:
+                # A server that does not read makes its callers wait here, one after another, each to its deadline.
+                try:
+                    await self._stdin.drain()
+                except ConnectionError:
+                    self._closed = True
+                if self._closed:
+                    raise UpstreamLost(f"Tool server {self.name!r} is gone.", sent=False)
+                sent = True
+                self._write(body)
+            while True:
+                while pending.progress and progress is not None:
+                    await progress(pending.progress.popleft())
+                if pending.ended.done():
+                    break
+                await pending.news.wait()
+                pending.news.clear()
+        except asyncio.CancelledError:
+            # A start that is given up is killed by who gave it up.
+            if sent and self._modern is not None:
+                await self._settle(number, pending)
+            raise
+        finally:
+            del self._pending[number]
+            if self._used is not None:
+                self._used()
+        how = pending.ended.result()
+        if isinstance(how, UpstreamError):
+            raise how
+        return how
+
+    async def _settle(self, number: bytes, pending: _Pending) -> None:
+        """See the module's docstring. A second cancellation leaves no time for the first step."""
+        self._say(messages.cancelled(number))
+        try:
+            await asyncio.wait({pending.ended}, timeout=self._limits.grace_s)
+        finally:
+            if not pending.ended.done():
+                self._running.kill("a call went on after it had been cancelled", blameless=True)
+        await asyncio.wait({pending.ended}, timeout=self._limits.grace_s)
+
+    # What is written
+
+    def _write(self, body: bytes) -> None:
+        # Between the tokens of a client's JSON there may be line ends; inside of strings there can't.
+        if b"\n" in body or b"\r" in body:
+            body = body.replace(b"\n", b" ").replace(b"\r", b" ")
+        self._stdin.write(body + b"\n")
+
+    def _say(self, body: bytes) -> None:
+        """Something that nobody waits for. A server that does not read does not hear it."""
+        if not self._closed and self._stdin.transport.get_write_buffer_size() < _UNREAD_BYTES:
+            self._write(body)
+
+    # What is read
+
+    async def read(self) -> None:
+        """Reads until the process ends its output; then there is nobody to talk to, so the process ends too."""
+        try:
+            with contextlib.suppress(ConnectionError):
+                await self._read()
+            self._closed = True
+            # Most often it is ending by itself, and its exit status and last words explain more than a kill.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ENDING_S):
+                    await self._running.exited.wait()
+        finally:
+            self.close()
+        self._running.kill("it closed its output")
+
+    def close(self) -> None:
+        """The process is gone: what waits for an answer gets none."""
+        self._closed = True
+        for pending in self._pending.values():
+            pending.end(UpstreamLost(f"Tool server {self.name!r} ended during a call.", sent=True))
+
+    async def _read(self) -> None:
+        most = self._limits.response_bytes
+        buffer, searched = bytearray(), 0
+        head: bytes | None = None  # of a line that is over the bound, whose middle is not kept
+        while chunk := await self._stdout.read(_CHUNK):
+            buffer += chunk
+            while (end := buffer.find(b"\n", searched)) >= 0:
+                line = bytes(buffer[:end])
+                del buffer[: end + 1]
+                searched = 0
+                if head is None:
+                    await self._line(line)
+                else:
+                    self._oversized(head, line[-_ENDS:])
+                    head = None
+            if len(buffer) > most or head is not None:
+                if head is None:
+                    head = bytes(buffer[:_ENDS])
+                del buffer[:-_ENDS]
+            searched = len(buffer)
+        if buffer:
+            await self._line(bytes(buffer))
+
+    async def _line(self, line: bytes) -> None:
+        if line.lstrip()[:1] == b"[":  # revision 2025-03-26 has batches
+            with contextlib.suppress(wire.RpcFailure):
+                for member in wire.read_batch(line):
+                    await self._message(bytes(member))
+                return
+        await self._message(line)
+
+    async def _message(self, text: bytes) -> None:
+        printed = False
+        try:
+            envelope = messages.read(self.name, text, 10 * self._limits.depth)
+        except UpstreamError:
+            printed = True
+        else:
+            if envelope.method is None:
+                if self._reply(envelope):
+                    return
+                printed = not bytes(envelope.id).isdigit()  # else it comes too late
+            elif envelope.id is not wire.ABSENT:
+                self._say(messages.answer_to(envelope))
+            elif envelope.method == "notifications/progress":
+                self._progress(envelope.params)
+            elif envelope.method == "notifications/tools/list_changed" and self._list_changed is not None:
+                self._list_changed()
+        if printed:
+            self._printed(text)
+        await self._pace.spend(len(text))
+
+    def _reply(self, envelope: wire.Envelope) -> bool:
+        number = bytes(envelope.id)
+        if number == b"null" and envelope.error is not wire.ABSENT and len(self._pending) == 1:
+            number = next(iter(self._pending))  # refused before its id was read
+            envelope.id = msgspec.Raw(number)
+        pending = self._pending.get(number)
+        if pending is None:
+            return False
+        reply = messages.reply_in(envelope, number)
+        pending.end(
+            reply
+            or UpstreamError(
+                f"Tool server {self.name!r} answered with something that is no response.", code="tool_server_protocol"
+            )
+        )
+        return True
+
+    def _progress(self, params: msgspec.Raw) -> None:
+        try:
+            number = str(msgspec.json.decode(params, type=_ProgressToken).progressToken).encode()
+        except msgspec.DecodeError:
+            return
+        pending = self._pending.get(number)
+        if pending is not None and pending.token is not None:
+            text = messages.progress_for(params, pending.token)
+            if text is not None:
+                pending.progress.append(text)
+                pending.news.set()
+
+    def _oversized(self, head: bytes, tail: bytes) -> None:
+        """A line over the bound ends the call that it answers: the id is first or last, or there is only one call."""
+        found = _ID_FIRST.match(head) or _ID_LAST.search(tail)
+        pending = self._pending.get(found[1]) if found else None
+        if pending is None and len(self._pending) == 1:
+            pending = next(iter(self._pending.values()))
+        self._printed(b"(a line of more than %d bytes)" % self._limits.response_bytes)
+        if pending is not None:
+            pending.end(
+                UpstreamError(
+                    f"Tool server {self.name!r} sent more than {self._limits.response_bytes} bytes for one call.",
+                    code="result_too_large",
+                )
+            )
+
+
+class StdioChild(Child):
+    """A child that is spoken to over its own pipes; ready means that the handshake is done.
+
+    `used` is told at the end of each request, `list_changed` when the process says so.
+    """
+
+    _stderr = asyncio.subprocess.PIPE
+
+    def __init__(
+        self,
+        name: str,
+        target: StdioTarget,
+        limits: Limits,
+        *,
+        used: Told | None = None,
+        list_changed: Told | None = None,
+    ) -> None:
+        super().__init__(name, target, limits)
+        self._secrets = target.secrets
+        self._used = used
+        self._list_changed = list_changed
+        self._client: StdioUpstream | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it starts, or has something to do."""
+        return self.starting or (self._client is not None and self._client.busy)
+
+    async def upstream(self) -> StdioUpstream:
+        """A client of its present life. Raises what `ready` raises."""
+        await self.ready()
+        assert self._client is not None
+        return self._client
+
+    def _command(self) -> tuple[str, ...]:
+        return self._target.command
+
+    def _reading(self, running: Running) -> Awaitable[object]:
+        assert running.process.stderr is not None
+        self._client = StdioUpstream(
+            self.name,
+            running,
+            limits=self._limits,
+            printed=self._printed,
+            used=self._used,
+            list_changed=self._list_changed,
+        )
+        return asyncio.gather(self._client.read(), self._read_printed(running.process.stderr))
+
+    async def _ready(self, running: Running) -> None:
+        assert self._client is not None
+        try:
+            await self._client.negotiate()
+        except UpstreamLost:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ENDING_S):
+                    await running.ended.wait()  # that says more
+            raise
+
+    def _over(self, running: Running) -> None:
+        if self._client is not None:
+            self._client.close()
