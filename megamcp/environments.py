@@ -72,8 +72,17 @@ class PlannedConfig(BaseModel):
 StateConfig = Annotated[SchemaConfig | DatabaseConfig | NoneConfig | PlannedConfig, Field(discriminator="kind")]
 
 
+DSN = "{dsn}"
+"""Stands in `args` and `env` of a command for the DSN of the rollout's database."""
+
+
+def _unsaid(value: object) -> bool:
+    """A field that says nothing is no part of a version's hash."""
+    return value in (None, "never")
+
+
 class ServerConfig(_Config):
-    """One tool server: our child (`entry`), or one that runs elsewhere (`url`)."""
+    """One tool server: our child (`entry`), one that runs elsewhere (`url`), or a process a rollout (`command`)."""
 
     entry: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     url: str | None = Field(None, pattern=r"^https?://")
@@ -81,6 +90,8 @@ class ServerConfig(_Config):
     command: str | None = None
     args: list[str] = Field(default_factory=list)
     env: dict[str, str] = Field(default_factory=dict)
+    cwd: str | None = Field(None, exclude_if=_unsaid)
+    restart: Literal["never", "on_move"] = Field("never", exclude_if=_unsaid)
     state: StateConfig = Field(default_factory=NoneConfig)
 
     @field_validator("url")
@@ -97,6 +108,14 @@ class ServerConfig(_Config):
             raise ValueError("give exactly one of entry, url or command")
         if isinstance(self.state, SchemaConfig) and self.command:
             raise ValueError("state of kind schema needs entry or url: only a server on megamcp.sdk can use it")
+        if not self.command and (self.args or self.cwd or self.restart != "never"):
+            raise ValueError("args, cwd and restart belong to a command")
+        told = [*self.args, *self.env.values()]
+        if isinstance(self.state, DatabaseConfig) and self.command and not any(DSN in text for text in told):
+            raise ValueError(
+                f"state of kind database and no {DSN} in args or env: write it where the server is to find the DSN of "
+                "its database"
+            )
         return self
 
 
@@ -212,10 +231,14 @@ def read(path: Path) -> Source:
     digest = hashlib.sha256(config.model_dump_json(by_alias=True).encode())
     for name, content in sorted(files.items()):
         digest.update(f"\0{name}\0{len(content)}\0{content}".encode())
-    if any(server.entry for server in config.servers.values()):
+    if any(server.entry or server.command for server in config.servers.values()):
         for code in sorted(file.parent.glob("*.py")):  # tools that change make a new version, on processes of its own
             digest.update(b"\0" + code.name.encode() + b"\0" + hashlib.sha256(code.read_bytes()).digest())
     return Source(file.parent, config, files, digest.hexdigest()[:16])
+
+
+_MCP_JSON = ("url", "headers", "command", "args", "env", "cwd", "state", "restart")
+"""What is read of a server in an `mcp.json`; the last two are ours. Other programs' fields are left alone."""
 
 
 def _from_mcp_json(file: Path, raw: Any) -> dict[str, Any]:
@@ -223,7 +246,7 @@ def _from_mcp_json(file: Path, raw: Any) -> dict[str, Any]:
         raise _invalid(file, "there is no object mcpServers")
     name = raw.get("name") or re.sub(r"[^A-Za-z0-9_-]", "-", file.parent.name) or "environment"
     servers = {
-        key: {field: value[field] for field in ("url", "headers", "command", "args", "env") if field in value}
+        key: {field: value[field] for field in _MCP_JSON if field in value}
         for key, value in raw["mcpServers"].items()
         if isinstance(value, dict)
     }
@@ -234,11 +257,12 @@ def _files(folder: Path, config: EnvironmentConfig) -> dict[str, str]:
     files = {}
     for name, server in config.servers.items():
         where = f"servers.{name}"
-        if server.command:
+        if server.command and not isinstance(server.state, DatabaseConfig):
             raise Unprocessable(
-                f"{where} is started by a command; this version runs servers by entry or url only.",
+                f"{where} is started by a command, so each rollout gets a process of its own: that needs state of kind"
+                f" database, not {server.state.kind}.",
                 code="unsupported_server",
-                hint="Start the server yourself and give its url.",
+                hint=f"Give it a database ({DSN} in args or env is its DSN), or start it yourself and give its url.",
             )
         match server.state:
             case PlannedConfig(kind=kind):
