@@ -1,7 +1,8 @@
 """The data plane's door to the control plane: `dataplane.ports.ControlPort` over PostgreSQL.
 
 A gateway process is an *instance*: one connection of its own that holds an advisory lock (so that others can tell that
-it lives, and that calls whose outcome it owes aren't lost yet) and listens for cancellations from other processes.
+it lives, and that calls whose outcome it owes aren't lost yet) and listens for cancellations from other processes and
+for moves of rollouts.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -22,18 +23,20 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 import asyncpg
 
 from megamcp import store as sql
-from megamcp.databases import Databases, Place
+from megamcp.databases import Databases, Door, Place
 from megamcp.databases.journal import RECORD
 from megamcp.dataplane.ports import (
     ChildTarget,
+    DedicatedTarget,
     EnvironmentView,
     Intent,
     Recorded,
     RolloutView,
     ServerView,
+    StdioTarget,
     UrlTarget,
 )
-from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
+from megamcp.environments import DSN, Environments, LoadedEnvironment, LoadedServer
 from megamcp.errors import Conflict, DeadlineExceeded, Gone, NotFound, Unprocessable
 from megamcp.handles import Mode, Signer, fingerprint
 from megamcp.migrate import migrate
@@ -65,6 +68,7 @@ class Instance:
         self._held = asyncio.Event()
         self.owner = 0
         self.on_cancel: Callable[[str, str, str], object] | None = None
+        self.on_move: Callable[[str, int | None], Awaitable[object]] | None = None
 
     async def ready(self) -> None:
         """Returns once the mark is there."""
@@ -82,6 +86,7 @@ class Instance:
                 self.owner = secrets.randbits(62) + 1
                 await self._connection.execute("select pg_advisory_lock($1)", self.owner)
                 await self._connection.add_listener(CANCELLATIONS, self._cancelled)
+                await self._connection.add_listener(sql.MOVES, self._moved)
                 self._held.set()
                 await lost.wait()
                 log.warning("lost the instance connection; making a new one")
@@ -97,6 +102,11 @@ class Instance:
             with contextlib.suppress(ValueError, TypeError):
                 self.on_cancel(*json.loads(payload))
 
+    async def _moved(self, _connection: Any, _pid: int, _channel: str, payload: str) -> None:
+        if self.on_move:
+            with contextlib.suppress(ValueError, TypeError):
+                await self.on_move(*json.loads(payload))
+
 
 class Control:
     """See `dataplane.ports.ControlPort`; every method's contract is written there."""
@@ -108,6 +118,7 @@ class Control:
         environments: Environments,
         rollouts: Rollouts,
         databases: Databases,
+        door: Door,
         signer: Signer,
         settings: Settings,
         dsn: str,
@@ -117,6 +128,7 @@ class Control:
         self._environments = environments
         self._rollouts = rollouts
         self._databases = databases
+        self._door = door
         self._signer = signer
         self._settings = settings
         self._dsn = dsn
@@ -171,6 +183,8 @@ class Control:
         if config.url:
             target = UrlTarget(config.url, config.headers)
             return ServerView(server.name, target, exactly_once=stateful, own_database=own)
+        if config.command:
+            return ServerView(server.name, DedicatedTarget(config.restart == "on_move"), exactly_once=False)
         assert config.entry is not None
         environ: dict[str, str] = {"MEGAMCP_TOOL_POOL": str(self._settings.tool_connections), **config.env}
         if server.schema:
@@ -215,6 +229,12 @@ class Control:
             idempotency_key=idempotency_key,
             request=fingerprint(server, tool, arguments),
         )
+
+    async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget:
+        view = await self.rollout(rollout.id)  # the caller's may be of before a rollback
+        loaded = await self._environments.by_id(view.environment_id)
+        login = await self._door.dsn(view.id, server)
+        return stdio_target(loaded.server(server), loaded, login["dsn"], login["password"], view.epoch)
 
     async def database(self, rollout: RolloutView, server: str) -> str:
         return (await self._place(rollout, server)).dsn
@@ -375,6 +395,22 @@ async def tool_dsn(dsn: str, environment: str, server: str | None = None) -> str
         target = (await Environments(store, signer).find(environment)).server(server)
     assert target.schema is not None
     return role_dsn(dsn, target.schema.tool_role, signer.password("tool"))
+
+
+def stdio_target(
+    server: LoadedServer, environment: LoadedEnvironment, dsn: str, password: str, epoch: int
+) -> StdioTarget:
+    """A dedicated server's command for a rollout whose database is reached at `dsn`."""
+    config = server.config
+    assert config.command is not None
+    return StdioTarget(
+        (config.command, *(text.replace(DSN, dsn) for text in config.args)),
+        {name: text.replace(DSN, dsn) for name, text in config.env.items()},
+        cwd=str(environment.folder / (config.cwd or ".")),
+        # One that may be kept does not notice moves: its DSN leads to the rollout's database wherever that is.
+        generation=epoch if config.restart == "on_move" else 0,
+        secrets=(dsn, password),
+    )
 
 
 def role_dsn(dsn: str, role: str, password: str) -> str:

@@ -188,6 +188,11 @@ class LoadedEnvironment:
         """Whether a rollout of it has a database of its own."""
         return any(server.database for server in self.servers)
 
+    @property
+    def has_dedicated(self) -> bool:
+        """Whether a rollout of it has processes of its own."""
+        return any(server.config.command for server in self.servers)
+
     def server(self, name: str | None) -> LoadedServer:
         """The server with SQL state of that name, or the only one. Raises `NotFound`."""
         able = {server.name: server for server in self.servers if server.schema or server.database}

@@ -239,6 +239,8 @@ class Rollouts:
             if self._databases and environment.has_databases:
                 await self._databases.moved(connection, rollout, checkpoint)
             moved = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
+            if environment.has_dedicated:
+                await connection.execute(sql.TELL_MOVE, rollout, moved["epoch"])
         if self._databases and environment.has_databases:
             await self._databases.settle(rollout, environment)
         return moved
@@ -251,8 +253,10 @@ class Rollouts:
         status = RolloutStatus.EXPIRED if expired else RolloutStatus.CLOSED
         grace, reason = self._settings.rollback_grace_s, "the rollout was released"
         try:
-            async with self._alone(rollout, grace, reason) as (connection, _):
+            async with self._alone(rollout, grace, reason) as (connection, row):
                 ended = bool(await connection.fetchval(sql.END_ROLLOUT, rollout, status, expired))
+                if ended and (await self._environments.by_id(row["environment"], connection)).has_dedicated:
+                    await connection.execute(sql.TELL_MOVE, rollout, None)
                 if ended and self._databases:
                     await self._databases.left(connection, rollout)
         except (NotFound, Gone):

@@ -71,6 +71,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
             environments=environments,
             rollouts=rollouts,
             databases=databases,
+            door=door,
             signer=signer,
             settings=settings,
             dsn=dsn,
@@ -78,6 +79,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         )
         dataplane = await stack.enter_async_context(Dataplane(control, limits(settings)))
         instance.on_cancel = dataplane.cancel
+        instance.on_move = dataplane.moved
         reaper = Reaper(store, environments, rollouts, settings)
         stopping = asyncio.Event()
         keeper = Keeper(side, databases, settings, lambda: instance.owner)
@@ -118,6 +120,8 @@ def limits(settings: Settings) -> Limits:
         start_timeout_s=settings.start_timeout_s,
         waiting_per_rollout=settings.queue_per_rollout,
         calls_in_flight=settings.calls_in_flight,
+        dedicated_processes=settings.dedicated_processes,
+        dedicated_idle_s=settings.dedicated_idle_s,
         # Each reader holds a connection of the tool server; one rollout may not take them all.
         readers_per_rollout=max(1, settings.tool_connections // 2),
     )

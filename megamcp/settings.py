@@ -95,6 +95,12 @@ class Settings(BaseSettings):
     max_result_bytes: int = Field(16 << 20, gt=0, description="Largest result taken from a tool server.")
     queue_per_rollout: int = Field(64, gt=0, description="Calls of one rollout that may wait; one more gets 429.")
     calls_in_flight: int = Field(1000, gt=0, description="Calls of one gateway process; one more gets 429.")
+    dedicated_processes: int = Field(
+        100, gt=0, description="Processes of dedicated servers in each gateway process; idle ones make room for others."
+    )
+    dedicated_idle_s: float = Field(
+        300, gt=0, description="A dedicated server's process that had nothing to do for so long is stopped."
+    )
     control_connections: int = Field(12, ge=2, description="PostgreSQL connections of each gateway process.")
     state_connections: int = Field(
         32, ge=1, description="Connections of each process to databases of a state cluster, for checkpoints and such."

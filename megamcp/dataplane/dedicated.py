@@ -177,16 +177,18 @@ class Dedicated:
         if any(seat.stopping is None for seat in self._seats.values()):
             self._watch_idle()
 
-    async def moved(self, rollout_id: str) -> None:
-        """A rollout was rolled back: processes that can't be kept end now, whatever they are doing."""
+    async def moved(self, rollout_id: str, epoch: int | None) -> None:
+        """A rollout was rolled back and began an epoch: processes of before that can't be kept end now, whatever they
+        are doing. Without an epoch it is over, and so are all its processes."""
+        if epoch is None:
+            await self._end(lambda seat: seat.rollout.id == rollout_id, "its rollout is over")
+            return
         await self._end(
-            lambda seat: seat.rollout.id == rollout_id and seat.server.restart_on_move,
+            lambda seat: (
+                seat.rollout.id == rollout_id and seat.server.restart_on_move and seat.target.generation < epoch
+            ),
             "its rollout was rolled back",
         )
-
-    async def ended(self, rollout_id: str) -> None:
-        """A rollout is over: so are its processes."""
-        await self._end(lambda seat: seat.rollout.id == rollout_id, "its rollout is over")
 
     async def forget(self, environment_id: int) -> None:
         """An environment was unloaded."""

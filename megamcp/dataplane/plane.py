@@ -64,13 +64,10 @@ class Dataplane:
             raise _as_error(reply.body)
         return reply.body
 
-    async def moved(self, rollout_id: str) -> None:
-        """A rollout was rolled back: dedicated servers that can't be kept are stopped, with what they are doing."""
-        await self._environments.dedicated.moved(rollout_id)
-
-    async def ended(self, rollout_id: str) -> None:
-        """A rollout is over: its dedicated servers are stopped."""
-        await self._environments.dedicated.ended(rollout_id)
+    async def moved(self, rollout_id: str, epoch: int | None) -> None:
+        """A rollout was rolled back and began an epoch, or is over (None): its dedicated servers that can't be kept
+        are stopped, with what they are doing."""
+        await self._environments.dedicated.moved(rollout_id, epoch)
 
     async def forget(self, environment_id: int) -> None:
         """An environment was unloaded: stops its servers."""

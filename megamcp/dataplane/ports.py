@@ -50,7 +50,8 @@ class UrlTarget:
 class DedicatedTarget:
     """A server that each rollout has a process of its own of: `ControlPort.dedicated` says which.
 
-    `restart_on_move`: it can't be kept when its rollout is rolled back, since it remembers what it read.
+    `restart_on_move`: it can't be kept when its rollout is rolled back, since it remembers what it read. The
+    generation of its target is then the rollout's epoch.
     """
 
     restart_on_move: bool = False

@@ -440,23 +440,30 @@ async def test_a_target_that_changed_gets_another_process_and_an_older_one_is_re
 
 @pytest.mark.parametrize("restart", [False, True])
 async def test_a_rollback_stops_the_processes_that_can_not_be_kept(gateway, restart):
-    view = dedicated(gateway, over_stdio(HOSTILE), restart_on_move=restart)
+    def target(rollout):
+        return over_stdio(HOSTILE, generation=rollout.epoch if restart else 0)
+
+    view = dedicated(gateway, target, restart_on_move=restart)
     rollout, other = gateway.control.open(view), gateway.control.open(view)
     pids = [int(await said(gateway, each, "pid")) for each in (rollout, other)]
     call = asyncio.create_task(gateway.call(rollout, "sleep", {"seconds": 1}))
     await until(lambda: len(gateway.control.journal) == 3)
-    await gateway.plane.moved(rollout)
+    gateway.control.roll_back(rollout)
+    await gateway.plane.moved(rollout, 2)
     assert psutil.pid_exists(pids[0]) is not restart
     assert psutil.pid_exists(pids[1])
     assert ("result" in (await call).json) is not restart
-    assert (int(await said(gateway, rollout, "pid")) == pids[0]) is not restart
+    now = await said(gateway, rollout, "pid")
+    assert (int(now) == pids[0]) is not restart
+    await gateway.plane.moved(rollout, 2)  # told late: the process is of this epoch already
+    assert await said(gateway, rollout, "pid") == now
 
 
 async def test_the_end_of_a_rollout_is_the_end_of_its_process(gateway):
     rollout = hostile(gateway, "--stubborn")
     pid = int(await said(gateway, rollout, "pid"))
     gateway.control.release(rollout)
-    await gateway.plane.ended(rollout)
+    await gateway.plane.moved(rollout, None)
     assert not psutil.pid_exists(pid)
     assert len(processes(gateway)) == 0
     assert (await gateway.call(rollout, "pid")).status == 410
@@ -468,7 +475,7 @@ async def test_a_stop_during_the_start_is_no_cancellation_of_the_call(gateway):
     call = asyncio.create_task(gateway.rpc(rollout, "tools/list"))
     await until(lambda: len(processes(gateway)) == 1)
     gateway.control.targets[view.servers[0].name] = lambda _: over_stdio(HOSTILE, generation=2)
-    await gateway.plane.moved(rollout)
+    await gateway.plane.moved(rollout, 2)
     assert "result" in (await call).json
 
 
