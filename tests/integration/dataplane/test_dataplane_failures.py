@@ -34,7 +34,7 @@ async def warm(gateway, view):
 
 
 async def until(condition):
-    for _ in range(400):
+    for _ in range(2000):
         if condition():
             return
         await asyncio.sleep(0.01)
