@@ -15,15 +15,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 import asyncpg
 
-from megamcp.errors import Conflict, DeadlineExceeded, NotFound, Unavailable, Unprocessable
+from megamcp.errors import Conflict, DeadlineExceeded, NotFound, Unavailable
 from megamcp.failpoints import failpoint
-from megamcp.state.clones import logins, source
+from megamcp.state.clones import fitness, logins, source
+from megamcp.state.clones.access import Access
 from megamcp.state.clones.inside import Inside
-from megamcp.state.clones.sessions import Sessions
 from megamcp.state.clones.types import Disk, Keys
 from megamcp.state.names import ident
 
@@ -32,12 +31,11 @@ log = logging.getLogger(__name__)
 PREFIX = "mm_"
 LOCK = 7723
 _CLONING = 7730
-_NAME = re.compile(r"mm_[a-z0-9_]{1,50}")
-_COPIED_S = 5.0  # how long a copy may take before its source counts as sealed
+_NAME = re.compile(r"mm_[a-z0-9_]{1,49}")
 _GONE_S = 10.0  # how long an ended backend may take to be gone
 _TERMINATE = "select pg_terminate_backend(pid) from pg_stat_activity where datname = $1 and not (pid = any ($2::int[]))"
 # The functions, not the views on them: those show a session nothing but its own login's (see rights.sql).
-_HOLDERS = """select l.pid, a.application_name from pg_lock_status() l
+_HOLDERS = """select distinct l.pid, a.application_name from pg_lock_status() l
   join pg_database d on d.oid = l.database and d.datname = current_database()
   join pg_stat_get_activity(null) a on a.pid = l.pid
  where l.locktype = 'advisory' and l.granted and l.objid = 7723 and l.classid = 0 and l.objsubid = 1
@@ -52,35 +50,16 @@ class Cluster:
     def __init__(self, name: str, dsn: str, *, admin_connections: int = 32) -> None:
         self.name = name
         self.reflink = False
-        self._dsn = dsn
-        self._sessions = Sessions(admin_connections)
-        self._hands: dict[str, str] = {}  # database → password of its hand
+        self._access = Access(name, dsn, admin_connections)
         self._cloning = asyncio.Lock()
         self._folder: str | None = None
 
     async def open(self) -> None:
         """Look whether the server can do this. Raises `Unprocessable` (`postgres_too_old`, `postgres_rights`)."""
-        async with self._maintenance() as connection:
-            row = await connection.fetchrow(
-                "select current_setting('server_version_num')::int as number,"
-                " current_setting('server_version') as version,"
-                " current_setting('data_directory') as folder, rolsuper from pg_roles where rolname = current_user"
-            )
-            if row["number"] < 180000:
-                raise Unprocessable(
-                    f"State cluster {self.name} runs PostgreSQL {row['version']}; databases as state need 18.",
-                    code="postgres_too_old",
-                    hint="Name a PostgreSQL 18, or leave the setting out: the embedded one is 18.",
-                )
-            if not row["rolsuper"]:
-                raise Unprocessable(
-                    f"The login of state cluster {self.name} is no superuser.",
-                    code="postgres_rights",
-                    hint="Databases as state need event triggers and changed catalogs, which only a superuser makes.",
-                )
-            self._folder = row["folder"]
-            await connection.execute(logins.group(logins.OWNER) + logins.group(logins.HANDS))
-            self.reflink = await self._probe(connection)
+        async with self._one_at_a_time() as connection:
+            self._folder = await fitness.examine(connection, self.name)
+            await fitness.close_others(connection, self.name, PREFIX)
+            self.reflink = await fitness.shares_blocks(connection, self.name)
         if not self.reflink:
             log.warning(
                 "state cluster %s: its file system can't share blocks between files (reflink), so every clone is a full"
@@ -90,21 +69,18 @@ class Cluster:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._sessions.close()
+        await self._access.sessions.close()
 
     def dsn_for(self, database: str, user: str, password: str) -> str:
         """DSN of a login. It holds the password: don't log it."""
-        parts = urlsplit(self._dsn)
-        place = parts.netloc.rpartition("@")[2]
-        options = [(key, value) for key, value in parse_qsl(parts.query) if key not in ("user", "password", "dbname")]
-        who = f"{quote(user, safe='')}:{quote(password, safe='')}@"
-        return urlunsplit(("postgresql", who + place, "/" + quote(database, safe=""), urlencode(options), ""))
+        return self._access.dsn_for(database, user, password)
 
-    async def names(self) -> set[str]:
-        """All databases of ours that are there."""
-        async with self._maintenance() as connection:
-            rows = await connection.fetch("select datname from pg_database where starts_with(datname, $1)", PREFIX)
-        return {row["datname"] for row in rows}
+    async def names(self, prefix: str = PREFIX) -> set[str]:
+        """All databases that are there whose name begins with `prefix`, but for those that are being built. Several deployments may share a cluster: use a
+        prefix of one's own before dropping what one doesn't know."""
+        async with self._access.maintenance() as connection:
+            rows = await connection.fetch("select datname from pg_database where starts_with(datname, $1)", prefix)
+        return {row["datname"] for row in rows if not source.is_temporary(row["datname"])}
 
     async def build(
         self,
@@ -120,11 +96,12 @@ class Cluster:
         Raises `Unprocessable` (`environment_sql_failed`) with PostgreSQL's words, `Conflict` where the name is taken.
         """
         self._check(name)
-        made, builder, password = source.temporary(name), f"mm_builder_{secrets.token_hex(8)}", secrets.token_hex(32)
+        made, builder, password = source.temporary(name), source.builder(name), secrets.token_hex(32)
         try:
-            async with self._maintenance() as connection:
-                if await self._exists(connection, name):
+            async with self._access.maintenance() as connection:
+                if await exists(connection, name):
                     raise Conflict(f"There is a database {name} already.", code="database_exists")
+                await self._drop(connection, made, [builder])  # what a killed build left
                 await connection.execute(
                     f"create database {ident(made)} template template0 encoding 'UTF8' locale_provider builtin"
                     " builtin_locale 'C.UTF-8' locale 'C.UTF-8'"
@@ -132,7 +109,7 @@ class Cluster:
                 await connection.execute(
                     source.database_rights(made) + logins.login(made, builder, password, exists=False)
                 )
-            async with self._sessions.use(made, self._dsn_of(made)) as admin:
+            async with self._access.session(made) as admin:
                 await source.fill(
                     admin,
                     self.dsn_for(made, builder, password),
@@ -142,15 +119,15 @@ class Cluster:
                 )
                 await self._disown(admin)
                 await source.install(admin, keys)
-            async with self._maintenance() as connection:
+            async with self._access.maintenance() as connection:
                 await self._shut(connection, made)
                 await connection.execute(f"alter database {ident(made)} rename to {ident(name)}")
             await failpoint("build.renamed")
         except BaseException:
             with contextlib.suppress(Exception):
-                await asyncio.shield(self.drop(made, builder))
+                await asyncio.shield(self._cleared(made, builder))
             raise
-        async with self._maintenance() as connection:
+        async with self._access.maintenance() as connection:
             await connection.execute(
                 f"revoke all on database {ident(name)} from {ident(builder)}; drop role {ident(builder)}"
             )
@@ -173,7 +150,7 @@ class Cluster:
         self._check(target)
         async with self._one_at_a_time() as connection:
             sealed = await self._sealed(connection, source_name)
-            if await self._exists(connection, target):
+            if await exists(connection, target):
                 raise Conflict(f"There is a database {target} already.", code="database_exists")
             try:
                 if not sealed:
@@ -195,7 +172,7 @@ class Cluster:
 
     async def admit(self, name: str, login: str, password: str) -> None:
         """Make or renew a database's login and open the database."""
-        async with self._maintenance() as connection:
+        async with self._access.maintenance() as connection:
             exists = await connection.fetchval("select exists (select from pg_roles where rolname = $1)", login)
             await connection.execute(
                 logins.login(name, login, password, exists=exists)
@@ -204,34 +181,29 @@ class Cluster:
 
     async def seal(self, name: str, *, patience_s: float = 10.0, on_busy: OnBusy | None = None) -> None:
         """Let nobody in any more, after the work that is open. Idempotent."""
-        async with self._maintenance() as connection:
+        async with self._access.maintenance() as connection:
             if not await self._sealed(connection, name):
                 await self._drain(connection, name, patience_s, on_busy)
 
     async def unseal(self, name: str) -> None:
         """Let its login in again."""
-        async with self._maintenance() as connection:
+        async with self._access.maintenance() as connection:
             await self._sealed(connection, name)
             await connection.execute(f"alter database {ident(name)} with allow_connections true")
 
     async def drop(self, name: str, login: str | None = None) -> None:
         """Take a database away with its login and its hand, whatever they are doing. Idempotent."""
         self._check(name)
-        async with self._maintenance() as connection:
-            if await self._exists(connection, name):
-                await self._shut(connection, name)
-                await failpoint("drop.shut")
-                await connection.execute(f"drop database if exists {ident(name)} with (force)")
-            await failpoint("drop.database")
-            self._hands.pop(name, None)
-            for role in filter(None, (login, logins.hand(name))):
-                await self._drop_role(connection, role)
+        self._access.forget_hand(name)
+        async with self._access.maintenance() as connection:
+            await self._drop(connection, source.temporary(name), [])
+            await self._drop(connection, name, [*filter(None, [login]), logins.hand(name), source.builder(name)])
 
     @asynccontextmanager
     async def inside(self, name: str) -> AsyncIterator[Inside]:
         """A look inside, without the lock. Raises `Conflict` (`database_sealed`), `NotFound`."""
-        async with self._session(name) as connection:
-            yield Inside(connection, lambda: self._hand(name))
+        async with self._access.session(name) as connection:
+            yield Inside(connection, lambda: self._access.hand(name))
 
     @asynccontextmanager
     async def hold(
@@ -245,7 +217,7 @@ class Cluster:
         """
         give_up = time.monotonic() + patience_s + (_GONE_S if on_busy else 0)
         busy_at = time.monotonic() + patience_s
-        async with self._session(name) as connection:
+        async with self._access.session(name) as connection:
             while not await self._locked(connection, shared, min(busy_at, give_up) - time.monotonic()):
                 if on_busy is None or time.monotonic() > give_up:
                     raise DeadlineExceeded(
@@ -256,14 +228,13 @@ class Cluster:
                 await self._end_holders(connection, shared, on_busy)
                 busy_at = time.monotonic() + 0.2
             try:
-                yield Inside(connection, lambda: self._hand(name))
+                yield Inside(connection, lambda: self._access.hand(name))
             finally:
                 await asyncio.shield(self._unlock(connection))
 
     async def disk(self) -> Disk | None:
         """Room on the file system that holds the data; None where it isn't this machine's."""
-        host = urlsplit(self._dsn).hostname or dict(parse_qsl(urlsplit(self._dsn).query)).get("host", "")
-        if not self._folder or not (unquote(host).startswith("/") or host in ("", "localhost", "127.0.0.1", "::1")):
+        if not self._folder or not self._access.is_local:
             return None
         try:
             found = os.statvfs(self._folder)
@@ -272,23 +243,6 @@ class Cluster:
         return Disk(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
     # -- steps ---------------------------------------------------------------------------------------
-
-    async def _probe(self, connection: Any) -> bool:
-        """Whether a copy can share its blocks here: one is made."""
-        name = f"mm_probe_{secrets.token_hex(8)}"
-        try:
-            await connection.execute("set file_copy_method = clone")
-            async with self._lock_cluster(connection):
-                await connection.execute(
-                    f"create database {ident(name)} template template0 strategy file_copy allow_connections false"
-                )
-            return True
-        except asyncpg.PostgresError as error:
-            log.info("state cluster %s: no clone copy: %s", self.name, error)
-            return False
-        finally:
-            await connection.execute("reset file_copy_method")
-            await connection.execute(f"drop database if exists {ident(name)}")
 
     async def _copy(self, connection: Any, source_name: str, target: str) -> None:
         try:
@@ -318,7 +272,7 @@ class Cluster:
         if not rows:
             return
         await connection.execute(f"alter database {ident(target)} with allow_connections true")
-        async with self._session(target) as admin, admin.transaction():
+        async with self._access.session(target) as admin, admin.transaction():
             for row in rows:
                 await self._disown_role(admin, row["rolname"])
         await self._shut(connection, target)
@@ -356,7 +310,7 @@ class Cluster:
     async def _end_sessions(self, connection: Any, name: str, but: list[int]) -> None:
         """CREATE and DROP DATABASE look for sessions every 100 ms only, so they are waited for here."""
         if not but:
-            await self._sessions.forget(name)
+            await self._access.sessions.forget(name)
         give_up = time.monotonic() + _GONE_S
         while await connection.fetch(_TERMINATE, name, but):
             if time.monotonic() > give_up:
@@ -386,6 +340,20 @@ class Cluster:
         for row in holders:
             await connection.execute("select pg_terminate_backend($1, 1000)", row["pid"])
 
+    async def _cleared(self, name: str, role: str) -> None:
+        async with self._access.maintenance() as connection:
+            await self._drop(connection, name, [role])
+
+    async def _drop(self, connection: Any, name: str, roles: Sequence[str]) -> None:
+        if await exists(connection, name):
+            await self._shut(connection, name)
+            await failpoint("drop.shut")
+            await connection.execute(f"drop database if exists {ident(name)} with (force)")
+        await failpoint("drop.database")
+        found = await connection.fetch("select rolname from pg_roles where rolname = any ($1::text[])", list(roles))
+        for row in found:
+            await self._drop_role(connection, row["rolname"])
+
     async def _drop_role(self, connection: Any, role: str) -> None:
         try:
             await connection.execute(f"drop role if exists {ident(role)}")
@@ -393,64 +361,9 @@ class Cluster:
             # It was granted something in another database, or that database is a copy which was not cleaned.
             log.warning("state cluster %s: role %s is still used and stays", self.name, role)
 
-    # -- connections ---------------------------------------------------------------------------------
-
-    def _dsn_of(self, database: str) -> str:
-        parts = urlsplit(self._dsn)
-        options = [(key, value) for key, value in parse_qsl(parts.query) if key != "dbname"]
-        return urlunsplit((parts.scheme, parts.netloc, "/" + quote(database, safe=""), urlencode(options), ""))
-
-    @asynccontextmanager
-    async def _maintenance(self) -> AsyncIterator[Any]:
-        try:
-            async with self._sessions.use("", self._dsn) as connection:
-                yield connection
-        except (OSError, asyncpg.CannotConnectNowError, asyncpg.ConnectionDoesNotExistError) as error:
-            raise Unavailable(
-                f"State cluster {self.name} can't be reached ({type(error).__name__}).",
-                code="state_cluster_unavailable",
-            ) from error
-
-    @asynccontextmanager
-    async def _session(self, name: str) -> AsyncIterator[Any]:
-        async with contextlib.AsyncExitStack() as stack:
-            yield await self._let_in(stack, name)
-
-    async def _let_in(self, stack: contextlib.AsyncExitStack, name: str) -> Any:
-        """A connection; waits for a while where a copy of the database is being made."""
-        give_up = time.monotonic() + _COPIED_S
-        while True:
-            try:
-                return await stack.enter_async_context(self._sessions.use(name, self._dsn_of(name)))
-            except asyncpg.InvalidCatalogNameError as error:
-                raise NotFound(f"There is no database {name}.", code="database_not_found") from error
-            except asyncpg.ObjectNotInPrerequisiteStateError as error:
-                if "not currently accepting connections" not in str(error):
-                    raise
-                if time.monotonic() > give_up:
-                    raise Conflict(f"Database {name} takes no connections now.", code="database_sealed") from error
-            await asyncio.sleep(0.003)
-
-    @asynccontextmanager
-    async def _hand(self, name: str) -> AsyncIterator[Any]:
-        """A connection of the database's hand, which is made when it's first needed."""
-        role = logins.hand(name)
-        if name in self._hands:
-            with contextlib.suppress(asyncpg.InvalidPasswordError, asyncpg.InvalidAuthorizationSpecificationError):
-                async with self._sessions.use(name, self.dsn_for(name, role, self._hands[name])) as connection:
-                    yield connection
-                    return
-        password = secrets.token_hex(32)
-        async with self._maintenance() as admin:
-            exists = await admin.fetchval("select exists (select from pg_roles where rolname = $1)", role)
-            await admin.execute(logins.hand_login(name, password, exists=exists))
-        self._hands[name] = password
-        async with self._sessions.use(name, self.dsn_for(name, role, password)) as connection:
-            yield connection
-
     @asynccontextmanager
     async def _one_at_a_time(self) -> AsyncIterator[Any]:
-        async with self._cloning, self._maintenance() as connection, self._lock_cluster(connection):
+        async with self._cloning, self._access.maintenance() as connection, self._lock_cluster(connection):
             yield connection
 
     @asynccontextmanager
@@ -462,9 +375,6 @@ class Cluster:
             if not connection.is_closed():
                 await asyncio.shield(connection.execute(f"select pg_advisory_unlock({_CLONING})"))
 
-    async def _exists(self, connection: Any, name: str) -> bool:
-        return bool(await connection.fetchval("select exists (select from pg_database where datname = $1)", name))
-
     async def _sealed(self, connection: Any, name: str) -> bool:
         found = await connection.fetchval("select not datallowconn from pg_database where datname = $1", name)
         if found is None:
@@ -473,5 +383,10 @@ class Cluster:
 
     @staticmethod
     def _check(name: str) -> None:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"a database of ours is called mm_…, lower case, at most 53 characters: {name!r}")
+        if not _NAME.fullmatch(name) or source.is_temporary(name):
+            raise ValueError(f"a database of ours is called mm_…, lower case, at most 52 characters: {name!r}")
+
+
+async def exists(connection: Any, name: str) -> bool:
+    """Whether there is a database of this name."""
+    return bool(await connection.fetchval("select exists (select from pg_database where datname = $1)", name))

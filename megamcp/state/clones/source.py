@@ -4,7 +4,6 @@ The SQL runs as a login of that database alone, working as `mm_owner`: it has th
 make trusted extensions besides.
 """
 
-import secrets
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 
@@ -82,7 +81,18 @@ async def install(admin: asyncpg.Connection, keys: Keys) -> None:
 
 def temporary(name: str) -> str:
     """The name under which a database is built."""
-    return f"mm_new_{secrets.token_hex(8)}"
+    return f"{name}_new"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a database of this name is being built, or was when its builder was killed. `drop` of the real name takes
+    it away."""
+    return name.endswith("_new")
+
+
+def builder(name: str) -> str:
+    """The login that runs the environment's SQL."""
+    return f"{name}_builder"
 
 
 def _refused(what: str, text: str, error: asyncpg.PostgresError) -> Unprocessable:

@@ -100,7 +100,7 @@ return hashtextextended(nonce::text, 7726);
 create function megamcp.admit(h megamcp.handle, shared boolean) returns megamcp.here
 language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
 declare
-    remaining bigint := ceil(extract(epoch from h.deadline - clock_timestamp()) * 1000);
+    remaining bigint := least(2147483647, ceil(extract(epoch from h.deadline - clock_timestamp()) * 1000));
     before_lock text := current_setting('lock_timeout');
     here megamcp.here;
 begin
@@ -183,7 +183,7 @@ begin
     replayed := false;
     -- A tool server that hangs can't hold the rollout for longer than the call may take.
     perform set_config('transaction_timeout',
-        greatest(1, ceil(extract(epoch from h.deadline - clock_timestamp()) * 1000) + 2000)::bigint::text, true);
+        least(2147483647, ceil(extract(epoch from h.deadline - clock_timestamp()) * 1000) + 2000)::bigint::text, true);
     perform set_config('megamcp.call', h.nonce::text, true);
 end $$;
 

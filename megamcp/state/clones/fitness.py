@@ -1,0 +1,84 @@
+"""Whether a server can be a state cluster, and what is made ready in it once.
+
+Looks at the version, the login's rights and the file system; makes the roles that all databases share; closes other
+databases to rollouts' logins.
+"""
+
+import logging
+from typing import Any
+
+import asyncpg
+
+from megamcp.errors import Unprocessable
+from megamcp.state.clones import logins
+from megamcp.state.names import ident
+
+log = logging.getLogger(__name__)
+
+PROBE = "mm_probe"
+
+
+async def examine(connection: Any, cluster: str) -> str:
+    """Path of the data folder. Raises `Unprocessable` (`postgres_too_old`, `postgres_rights`)."""
+    row = await connection.fetchrow(
+        "select current_setting('server_version_num')::int as number,"
+        " current_setting('server_version') as version,"
+        " (select setting from pg_settings where name = 'data_directory') as folder,"
+        " rolsuper from pg_roles where rolname = current_user"
+    )
+    if row["number"] < 180000:
+        raise Unprocessable(
+            f"State cluster {cluster} runs PostgreSQL {row['version']}; databases as state need 18.",
+            code="postgres_too_old",
+            hint="Name a PostgreSQL 18, or leave the setting out: the embedded one is 18.",
+        )
+    if not row["rolsuper"]:
+        raise Unprocessable(
+            f"The login of state cluster {cluster} is no superuser.",
+            code="postgres_rights",
+            hint="Databases as state need event triggers and changed catalogs, which only a superuser makes.",
+        )
+    await connection.execute(logins.group(logins.OWNER) + logins.group(logins.HANDS))
+    folder: str = row["folder"]
+    return folder
+
+
+async def close_others(connection: Any, cluster: str, prefix: str) -> None:
+    """A database's login may go nowhere else. Databases let everybody in until somebody says otherwise."""
+    others = await connection.fetch(
+        "select datname, datname in (current_database(), 'postgres', 'template1') as known from pg_database"
+        " where datallowconn and not starts_with(datname, $1) and exists ("
+        "select from aclexplode(coalesce(datacl, acldefault('d', datdba))) a"
+        " where a.grantee = 0 and a.privilege_type = 'CONNECT')",
+        prefix,
+    )
+    tools = await connection.fetch("select rolname from pg_roles where rolname in ('megamcp_tools', 'megamcp_queries')")
+    for row in others:
+        if not row["known"]:
+            log.warning(
+                "state cluster %s: everybody may connect to its database %s, rollouts' logins too; to end that: REVOKE"
+                " CONNECT ON DATABASE … FROM PUBLIC",
+                cluster,
+                row["datname"],
+            )
+            continue
+        await connection.execute(f"revoke connect on database {ident(row['datname'])} from public")
+        for role in tools:  # the control plane's tool servers log in to its own database
+            await connection.execute(f"grant connect on database {ident(row['datname'])} to {ident(role['rolname'])}")
+
+
+async def shares_blocks(connection: Any, cluster: str) -> bool:
+    """Whether a copy can share its blocks here (reflink): one is made. Wants the lock for cloning."""
+    await connection.execute(f"drop database if exists {PROBE}")
+    try:
+        await connection.execute("set file_copy_method = clone")
+        await connection.execute(
+            f"create database {PROBE} template template0 strategy file_copy allow_connections false"
+        )
+        return True
+    except asyncpg.PostgresError as error:
+        log.info("state cluster %s: no clone copy: %s", cluster, error)
+        return False
+    finally:
+        await connection.execute("reset file_copy_method")
+        await connection.execute(f"drop database if exists {PROBE}")
