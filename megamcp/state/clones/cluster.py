@@ -76,8 +76,10 @@ class Cluster:
         return self._access.dsn_for(database, user, password)
 
     async def names(self, prefix: str = PREFIX) -> set[str]:
-        """All databases that are there whose name begins with `prefix`, but for those that are being built. Several deployments may share a cluster: use a
-        prefix of one's own before dropping what one doesn't know."""
+        """All databases that are there whose name begins with `prefix`, but for those that are being built.
+
+        Several deployments may share a cluster: use a prefix of one's own before dropping what one doesn't know.
+        """
         async with self._access.maintenance() as connection:
             rows = await connection.fetch("select datname from pg_database where starts_with(datname, $1)", prefix)
         return {row["datname"] for row in rows if not source.is_temporary(row["datname"])}
