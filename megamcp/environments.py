@@ -193,6 +193,11 @@ class LoadedEnvironment:
         """Whether a rollout of it has processes of its own."""
         return any(server.config.command for server in self.servers)
 
+    @property
+    def schemas(self) -> tuple[state.SchemaState, ...]:
+        """The copy-on-write states of its servers, each once."""
+        return tuple({server.schema.hash: server.schema for server in self.servers if server.schema}.values())
+
     def server(self, name: str | None) -> LoadedServer:
         """The server with SQL state of that name, or the only one. Raises `NotFound`."""
         able = {server.name: server for server in self.servers if server.schema or server.database}

@@ -56,9 +56,10 @@ class Points:
         async with self._rollouts.reading(rollout) as (connection, row):
             environment = await self._environments.by_id(row["environment"], connection)
             a, b = await _point(connection, row, start), await _point(connection, row, end)
+            common = await connection.fetchval(sql.LAST_COMMON_LAYER, a.checkpoint, b.checkpoint) or 0
             for server in environment.servers:
                 if server.schema:
-                    tables = await state.diff(connection, server.schema, a.chain, b.chain, limit=limit)
+                    tables = await state.diff(connection, server.schema, a.chain, b.chain, limit, common)
                 elif server.database:
                     spots = [await self._spot(row, p, server, environment) for p in (a, b)]
                     tables = await self._databases.diff(*spots, limit=limit)

@@ -2,15 +2,21 @@
 
 Every gateway process runs it. A step that sweeps takes an advisory lock of its own for one transaction, so two never
 do it at once; leases are ended under the locks of their rollouts and checkpoints. Each piece of work is bounded. A
-checkpoint that is being forked is locked by the fork and skipped here; one under a live rollout or another checkpoint
-keeps its row until those are gone.
+checkpoint that is being forked is locked by the fork and skipped here; one under a live rollout keeps its layers, one
+under another checkpoint its row. How layers die is told in `layers.py`; nobody waits for their rows to be deleted.
 """
 
 import asyncio
 import logging
+import time
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
-from megamcp import state
+import asyncpg
+
+from megamcp import layers, state
 from megamcp import store as sql
 from megamcp.environments import Environments
 from megamcp.errors import MegaMCPError
@@ -21,20 +27,26 @@ from megamcp.store import Store
 log = logging.getLogger(__name__)
 
 BATCH = 500
+DEAD_ROWS = 10_000
+"""Rows of dead layers that are deleted in one transaction."""
+BUDGET_S = 5.0
+Step = Callable[[], Awaitable[int]]
 
 
 class Reaper:
-    """Runs `once` every `reap_interval_s` until cancelled."""
+    """Runs `once` every `reap_interval_s` until cancelled, at once again while work is left."""
 
     def __init__(self, store: Store, environments: Environments, rollouts: Rollouts, settings: Settings) -> None:
         self._store = store
         self._environments = environments
         self._rollouts = rollouts
         self._settings = settings
+        self._left = False
 
     async def run(self) -> None:
         """An outage of the database stops nothing: the next round tries again."""
         while True:
+            self._left = False
             try:
                 await self.once()
             except MegaMCPError as error:
@@ -42,26 +54,40 @@ class Reaper:
             except Exception:
                 log.exception("reaper")
             await self._store.connections.rest()
-            await asyncio.sleep(self._settings.reap_interval_s)
+            await asyncio.sleep(0.1 if self._left else self._settings.reap_interval_s)
 
     async def once(self) -> dict[str, int]:
-        """One round; gives what was done, by step."""
+        """One round; gives what was done, by step.
+
+        Every step has its turn before one has a second, so none starves, however much there is for another. The round
+        ends when none finds anything, or after `BUDGET_S`: then the next one follows at once.
+        """
         self._rollouts.open_count = await self._store.value(sql.COUNT_OPEN)
-        done = {"rollouts": await self._end_rollouts(), "leases": await self._end_leases()}
-        steps: dict[str, tuple[str, tuple[object, ...]]] = {
-            "intents": (sql.LOSE_INTENTS, ()),
-            "ended calls": (sql.FORGET_ENDED, ()),
-            "checkpoints": (sql.COLLECT_CHECKPOINTS, (BATCH,)),
-            "journals": (sql.DROP_JOURNALS, (timedelta(days=self._settings.journal_days), BATCH)),
-            "blobs": (sql.DROP_BLOBS, (self._settings.blob_bytes,)),
+        give_up = time.monotonic() + BUDGET_S
+        steps: dict[str, Step] = {
+            "rollouts": self._end_rollouts,
+            "leases": self._end_leases,
+            "void checkpoints": self._void,
+            "loose layers": self._mark_dead,
+            "layers": self._discard_layers,
+            "checkpoints": self._drop_leaves,
+            "journals": partial(
+                self._sweep, "journals", sql.DROP_JOURNALS, timedelta(days=self._settings.journal_days), BATCH
+            ),
         }
-        for name, (query, arguments) in steps.items():
-            done[name] = await self._step(name, query, arguments)
-            while name == "checkpoints" and (more := await self._step(name, query, arguments)):
-                done[name] += more  # what stood on what has just gone
-        done["layers"] = await self._discard_layers()
-        while done["layers"] and (more := await self._discard_layers()):
-            done["layers"] += more
+        done = {
+            "intents": await self._sweep("intents", sql.LOSE_INTENTS),
+            "ended calls": await self._sweep("ended calls", sql.FORGET_ENDED),
+            "blobs": await self._sweep("blobs", sql.DROP_BLOBS, self._settings.blob_bytes),
+            **dict.fromkeys(steps, 0),
+        }
+        while not self._left:
+            turn = {name: await step() for name, step in steps.items()}
+            for name, count in turn.items():
+                done[name] += count
+            if not any(turn.values()):
+                break
+            self._left = time.monotonic() > give_up
         return done
 
     async def _end_rollouts(self) -> int:
@@ -83,27 +109,55 @@ class Reaper:
             ids = [row["id"] for row in await connection.fetch(sql.LOCK_EXPIRED_CHECKPOINTS, BATCH)]
             return _count(await connection.execute(sql.RELEASE_EXPIRED_CHECKPOINTS, ids))
 
-    async def _step(self, name: str, query: str, arguments: tuple[object, ...]) -> int:
+    async def _sweep(self, name: str, query: str, *arguments: object) -> int:
         async with self._store.transaction() as connection:
-            if not await connection.fetchval("select pg_try_advisory_xact_lock(hashtextextended($1, 7728))", name):
+            if not await _alone(connection, name):
                 return 0
-            if name == "checkpoints":
-                return int(await connection.fetchval(query, *arguments))
             return _count(await connection.execute(query, *arguments))
 
-    async def _discard_layers(self) -> int:
+    async def _void(self) -> int:
         async with self._store.transaction() as connection:
-            if not await connection.fetchval("select pg_try_advisory_xact_lock(hashtextextended('layers', 7728))"):
+            if not await _alone(connection, "layers"):
                 return 0
+            ids = [row["id"] for row in await connection.fetch(layers.LOCK_RELEASED, BATCH)]
+            return int(await connection.fetchval(layers.VOID, ids)) if ids else 0
+
+    async def _mark_dead(self) -> int:
+        async with self._store.transaction() as connection:
+            if not await _alone(connection, "layers"):
+                return 0
+            horizon = await connection.fetchval(layers.HORIZON)
+            await connection.execute(layers.NOTE_UNUSED)
+            await connection.execute(layers.FORGET_REPLACED, horizon)
+            return int(await connection.fetchval(layers.MARK_DEAD))
+
+    async def _drop_leaves(self) -> int:
+        async with self._store.transaction() as connection:
+            if not await _alone(connection, "layers"):
+                return 0
+            return int(await connection.fetchval(layers.DROP_LEAVES, BATCH))
+
+    async def _discard_layers(self) -> int:
+        """Some rows of dead layers; a layer is forgotten when its last rows are gone."""
+        async with self._store.transaction() as connection:
+            if not await _alone(connection, "layers"):
+                return 0
+            horizon = await connection.fetchval(layers.HORIZON)
             dead: dict[int, list[int]] = {}
-            for row in await connection.fetch(sql.DEAD_LAYERS, BATCH):
+            for row in await connection.fetch(layers.DEAD_LAYERS, horizon, BATCH):
                 dead.setdefault(row["environment"], []).append(row["layer"])
-            for environment, layers in dead.items():
-                for server in (await self._environments.by_id(environment, connection)).servers:
-                    if server.schema:
-                        await state.discard(connection, server.schema, layers)
-                await connection.execute(sql.FORGET_LAYERS, layers)
+            room = DEAD_ROWS
+            for environment, numbers in dead.items():
+                for schema in (await self._environments.by_id(environment, connection)).schemas:
+                    room -= await state.discard(connection, schema, numbers, room)
+                if room <= 0:
+                    break
+                await connection.execute(layers.FORGET_LAYERS, numbers)
             return sum(map(len, dead.values()))
+
+
+async def _alone(connection: asyncpg.Connection, step: str) -> Any:
+    return await connection.fetchval("select pg_try_advisory_xact_lock(hashtextextended($1, 7728))", step)
 
 
 def _count(tag: str) -> int:

@@ -27,6 +27,7 @@ from megamcp.environments import Environments, LoadedEnvironment
 from megamcp.errors import BadRequest, Conflict, DeadlineExceeded, Gone, NoCapacity, NotFound
 from megamcp.handles import new_id
 from megamcp.settings import Settings
+from megamcp.squasher import shorten
 from megamcp.store import Store, seconds
 from megamcp.types import RolloutStatus, SeedChoice
 
@@ -191,6 +192,11 @@ class Rollouts:
             environment = await self._environments.by_id(row["environment"], connection)
             async with self._frozen(connection, row, environment) as points:
                 chain, head = list(row["chain"]), row["layer"]
+                # Squashing may have passed by a rollout that was never idle: here it always gets onto the short chain.
+                if len(row["squashed"]) < len(chain) and (
+                    not row["dirty"] or await shorten(connection, environment, head, chain, row["squashed"])
+                ):
+                    chain = list(row["squashed"])
                 sums, written = dict(row["sums"]), False
                 if row["dirty"]:
                     for server in environment.servers:

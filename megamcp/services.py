@@ -21,6 +21,7 @@ from megamcp.queries import Queries
 from megamcp.reaper import Reaper
 from megamcp.rollouts import Rollouts
 from megamcp.settings import Settings
+from megamcp.squasher import Squasher
 from megamcp.store import Store
 
 SIDE_CONNECTIONS = 4
@@ -43,6 +44,7 @@ class Services:
     dataplane: Dataplane
     reaper: Reaper
     keeper: Keeper
+    squasher: Squasher
     stopping: asyncio.Event
 
 
@@ -81,13 +83,14 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         instance.on_cancel = dataplane.cancel
         instance.on_move = dataplane.moved
         reaper = Reaper(store, environments, rollouts, settings)
+        squasher = Squasher(store, environments, settings)
         stopping = asyncio.Event()
         keeper = Keeper(side, databases, settings, lambda: instance.owner)
         tasks = [asyncio.create_task(instance.hold())]
         try:
             async with asyncio.timeout(START_S):
                 await instance.ready()
-            tasks += [asyncio.create_task(reaper.run()), asyncio.create_task(keeper.run())]
+            tasks += [asyncio.create_task(work.run()) for work in (reaper, squasher, keeper)]
             yield Services(
                 settings,
                 store,
@@ -100,6 +103,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
                 dataplane,
                 reaper,
                 keeper,
+                squasher,
                 stopping,
             )
         finally:

@@ -72,6 +72,10 @@ class Settings(BaseSettings):
     max_ttl_s: float = Field(30 * 86400, gt=0, description="Longest lease that may be asked for.")
     max_rollouts: int = Field(200_000, gt=0, description="Open rollouts in all; one more is answered with 429.")
     max_fork: int = Field(1000, gt=0, description="Most rollouts that one request may open or fork.")
+    chain_layers: int = Field(
+        8, ge=2, description="A rollout whose chain has more layers than this is put on a squashed one."
+    )
+    squash_interval_s: float = Field(0.5, gt=0, description="Pause between two looks for chains to squash.")
     reap_interval_s: float = Field(5, gt=0, description="Pause between two runs of the reaper.")
     journal_days: float = Field(30, gt=0, description="Journal rows of ended rollouts are kept this long.")
     blob_bytes: int = Field(

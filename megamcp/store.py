@@ -1,4 +1,4 @@
-"""Every query on the control plane's tables, each with a name and a sentence over it.
+"""Every query on the control plane's tables, each with a name and a sentence over it (of layers: `layers.py`).
 
 A `Store` owns the process's connections. It turns PostgreSQL's errors into this project's tree at one place
 (`translate`), holds no state besides them, and decides nothing:
@@ -59,9 +59,9 @@ select {ROLLOUT} from made r join megamcp.environments e on e.id = r.environment
 FORK = f"""with origin as (
     select c.* from megamcp.checkpoints c where c.id = $2 and {ALIVE} for key share of c
 ), made as (
-    insert into megamcp.rollouts (id, environment, "group", parent_checkpoint, parent_rollout, checkpoint, layer,
-                                  start_seq, seq, turn, depth, seed, labels, expires_at)
-    select x.id, c.environment, $3, c.id, c.rollout, c.id, nextval('megamcp.layer_seq'),
+    insert into megamcp.rollouts (id, environment, "group", parent_checkpoint, parent_rollout, checkpoint, layers,
+                                  layer, start_seq, seq, turn, depth, seed, labels, expires_at)
+    select x.id, c.environment, $3, c.id, c.rollout, c.id, cardinality(c.chain), nextval('megamcp.layer_seq'),
            c.seq, c.seq + 1, c.turn, c.depth, coalesce(x.seed, c.seed), $5::jsonb, clock_timestamp() + $6
       from origin c, unnest($1::text[], $4::bigint[]) as x(id, seed)
     returning *
@@ -72,10 +72,12 @@ FORK = f"""with origin as (
 )
 select {ROLLOUT} from made r join megamcp.environments e on e.id = r.environment"""
 
-# One rollout; the chain of its head comes along.
-ROLLOUT_BY_ID = f"""select {ROLLOUT}, coalesce(c.chain, '{{}}') as chain, coalesce(c.sums, '{{}}') as sums
+# One rollout; the chain of its head comes along, and the one that squashing has put in its place.
+ROLLOUT_BY_ID = f"""select {ROLLOUT},
+    coalesce(o.chain, c.chain, '{{}}') as chain, coalesce(c.chain, '{{}}') as squashed, coalesce(c.sums, '{{}}') as sums
     from megamcp.rollouts r join megamcp.environments e on e.id = r.environment
-    left join megamcp.checkpoints c on c.id = r.checkpoint where r.id = $1"""
+    left join megamcp.checkpoints c on c.id = r.checkpoint
+    left join megamcp.replaced_chains o on o.checkpoint = r.checkpoint and o.layers = r.layers where r.id = $1"""
 
 # A page of rollouts, oldest first.
 ROLLOUTS = f"""select {ROLLOUT} from megamcp.rollouts r join megamcp.environments e on e.id = r.environment
@@ -96,9 +98,22 @@ TELL_MOVE = f"select pg_notify('{MOVES}', json_build_array($1::text, $2::bigint)
 
 LOCK_ROLLOUT = "select 1 from megamcp.rollouts where id = $1 for no key update"
 
+# The last layer that two points have in common: of the newest checkpoint that both stand on. Null without one.
+LAST_COMMON_LAYER = """with recursive a(id, parent, depth, chain) as (
+    select c.id, c.parent, c.depth, c.chain from megamcp.checkpoints c where c.id = $1
+    union all
+    select c.id, c.parent, c.depth, c.chain from a join megamcp.checkpoints c on c.id = a.parent
+), b(id, parent) as (
+    select c.id, c.parent from megamcp.checkpoints c where c.id = $2
+    union all
+    select c.id, c.parent from b join megamcp.checkpoints c on c.id = b.parent
+)
+select a.chain[cardinality(a.chain)] from a join b on b.id = a.id order by a.depth desc limit 1"""
+
 # What ends a rollout: its head's layer is dead, its position is given up, its journal stays.
 END_ROLLOUT = """with ended as (
-    update megamcp.rollouts r set status = $2, closed_at = clock_timestamp(), checkpoint = null, seq = r.seq + 1
+    update megamcp.rollouts r set status = $2, closed_at = clock_timestamp(), checkpoint = null, layers = 0,
+           seq = r.seq + 1
      where r.id = $1 and r.status = 'open' and (not $3 or r.expires_at <= clock_timestamp()) returning r.*
 ), told as (
     insert into megamcp.events (rollout, seq, kind, data)
@@ -119,8 +134,8 @@ PUBLISH_CHECKPOINT = """with made as (
     returning *
 ), moved as (
     update megamcp.rollouts r
-       set checkpoint = m.id, turn = m.turn, depth = m.depth, seq = r.seq + 1, dirty = false,
-           layer = case when m.layer is null then r.layer else nextval('megamcp.layer_seq') end
+       set checkpoint = m.id, layers = cardinality(m.chain), turn = m.turn, depth = m.depth, seq = r.seq + 1,
+           dirty = false, layer = case when m.layer is null then r.layer else nextval('megamcp.layer_seq') end
       from made m where r.id = m.rollout
     returning r.id, r.seq
 ), told as (
@@ -136,11 +151,11 @@ select m.*, e.name || '@' || e.hash as environment_name, array[]::text[] as pins
 MOVE_BACK = """with old as (
     select * from megamcp.rollouts where id = $1
 ), target as (
-    select c.* from megamcp.checkpoints c where c.id = $2 for key share
+    select c.* from megamcp.checkpoints c where c.id = $2 and not c.void for key share
 ), moved as (
     update megamcp.rollouts r
-       set checkpoint = c.id, layer = nextval('megamcp.layer_seq'), epoch = r.epoch + 1, seq = r.seq + 1,
-           turn = c.turn, depth = c.depth, dirty = false
+       set checkpoint = c.id, layers = cardinality(c.chain), layer = nextval('megamcp.layer_seq'),
+           epoch = r.epoch + 1, seq = r.seq + 1, turn = c.turn, depth = c.depth, dirty = false
       from target c where r.id = $1
     returning r.*
 ), told as (
@@ -255,24 +270,6 @@ LOCK_EXPIRED_CHECKPOINTS = """select c.id from megamcp.checkpoints c
 RELEASE_EXPIRED_CHECKPOINTS = """update megamcp.checkpoints c set released_at = clock_timestamp()
     where c.id = any($1::text[]) and c.released_at is null and c.expires_at <= clock_timestamp()
       and not exists (select 1 from megamcp.pins p where p.checkpoint = c.id and p.expires_at > clock_timestamp())"""
-
-# Released checkpoints that nothing stands on any more. Their layers are dead with them.
-COLLECT_CHECKPOINTS = """with old as (
-    select c.id from megamcp.checkpoints c
-     where c.released_at is not null
-       and not exists (select 1 from megamcp.checkpoints d where d.parent = c.id)
-       and not exists (select 1 from megamcp.rollouts r where r.checkpoint = c.id)
-     order by c.released_at limit $1 for update skip locked
-), gone as (
-    delete from megamcp.checkpoints c using old where c.id = old.id returning c.layer, c.environment
-), dead as (
-    insert into megamcp.dead_layers (layer, environment)
-    select layer, environment from gone where layer is not null on conflict do nothing
-)
-select count(*) from gone"""
-
-DEAD_LAYERS = "select layer, environment from megamcp.dead_layers order by environment, layer limit $1"
-FORGET_LAYERS = "delete from megamcp.dead_layers where layer = any($1::bigint[])"
 
 # Journals of rollouts that ended long ago and hold no checkpoint any more.
 DROP_JOURNALS = """with old as (

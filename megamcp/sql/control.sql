@@ -99,12 +99,13 @@ begin
     end;
     perform set_config('lock_timeout', before_lock, true);
     select r.status, r.epoch, r.seq, r.layer, r.seed, r.checkpoint, r.environment,
-           coalesce(c.chain, '{}') || r.layer, e.clock, s.role, s.query_role
+           coalesce(o.chain, c.chain, '{}') || r.layer, e.clock, s.role, s.query_role
       into status, epoch, seq, layer, seed, checkpoint, environment, chain, clock, role, query_role
       from megamcp.rollouts r
       join megamcp.environments e on e.id = r.environment
       left join megamcp.servers s on s.environment = r.environment and s.name = h.server
       left join megamcp.checkpoints c on c.id = r.checkpoint
+      left join megamcp.replaced_chains o on o.checkpoint = r.checkpoint and o.layers = r.layers
      where r.id = h.rollout;
     if not found then
         perform megamcp.refuse('MM404', 'rollout_not_found', format('There is no rollout %s.', h.rollout));
@@ -295,7 +296,7 @@ begin
         perform megamcp.bind('{}', 0, r.seed, r.clock, false);
     else
         -- Locked until the query is done: the reaper leaves its layers alone as long.
-        select x.chain, x.seed into c from megamcp.checkpoints x where x.id = h.point for key share;
+        select x.chain, x.seed into c from megamcp.checkpoints x where x.id = h.point and not x.void for key share;
         if not found then
             perform megamcp.refuse('MM410', 'checkpoint_gone', format('Checkpoint %s is gone.', h.point));
         end if;

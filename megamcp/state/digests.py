@@ -7,7 +7,7 @@ unchanged adds nothing. Counters (sequences, clock, random position) are left ou
 """
 
 from megamcp.state.catalog import Table
-from megamcp.state.names import DELETED, LAYER, ident, idents, literal
+from megamcp.state.names import DELETED, LAYER, STAMP, ident, idents, literal
 from megamcp.state.tables import base, delta, match
 
 _SETTINGS = """set search_path = pg_catalog, pg_temp set datestyle = 'ISO, YMD' set timezone = 'UTC'
@@ -80,7 +80,11 @@ end $body$;
 
 
 def diff(state: str, table: Table, limit: int) -> str:
-    """Query over ($1 chain a, $2 chain b): before, after (JSON) of keys whose effective row differs, and the total."""
+    """Query over ($1 chain a, $2 chain b, $3): before, after (JSON) of keys whose effective row differs, and the total.
+
+    $3 is the last layer that both points have in common, 0 if there is none. What differs was written after it, so the
+    newest row of its key, on one chain or the other, comes from a later layer. A squashed row says which it came from.
+    """
     d = delta(state, table.name)
     key = idents(table.primary)
     one = f"row_to_json(_mm_v)::text from (select {idents(table.names, '_mm_x')}) _mm_v"
@@ -93,9 +97,9 @@ def diff(state: str, table: Table, limit: int) -> str:
     )
     return f"""
 with _mm_k as (
-  select distinct {key} from {d} where {LAYER} = any (
-    (select unnest($1::bigint[]) except select unnest($2::bigint[]))
-    union (select unnest($2::bigint[]) except select unnest($1::bigint[])))
+  select distinct {key} from {d} where {LAYER} = any (array(
+    select layer from unnest($1::bigint[] || $2::bigint[]) u(layer) where layer > $3 group by layer having count(*) = 1
+  )) and ({STAMP} >= 0 or -{STAMP} > $3)
 ), _mm_c as materialized (select {key} from _mm_k where {same})
 select {before} as before, {after} as after, (select count(*) from _mm_c) as total
 from (select * from _mm_c order by {key} limit {limit}) _mm_k

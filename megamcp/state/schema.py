@@ -345,8 +345,13 @@ async def digest(conn: Any, state: SchemaState, chain: Sequence[int]) -> int:
     return total % MODULUS
 
 
-async def diff(conn: Any, state: SchemaState, a: Sequence[int], b: Sequence[int], limit: int) -> dict[str, TableDiff]:
-    """Rows whose effective value differs between chains `a` and `b`, for each table that has any."""
+async def diff(
+    conn: Any, state: SchemaState, a: Sequence[int], b: Sequence[int], limit: int, common: int = 0
+) -> dict[str, TableDiff]:
+    """Rows whose effective value differs between chains `a` and `b`, for each table that has any.
+
+    `common` is the last layer of the newest point that both come from (0: the base); the nearer, the cheaper.
+    """
     found: dict[str, TableDiff] = {}
     for info in state.tables:
         table = catalog.Table(
@@ -357,7 +362,7 @@ async def diff(conn: Any, state: SchemaState, a: Sequence[int], b: Sequence[int]
             (),
             (),
         )
-        rows = await conn.fetch(digests.diff(state.hidden_schema, table, limit), list(a), list(b))
+        rows = await conn.fetch(digests.diff(state.hidden_schema, table, limit), list(a), list(b), common)
         if not rows:
             continue
         pairs = [(_row(r["before"]) if r["before"] else None, _row(r["after"]) if r["after"] else None) for r in rows]
@@ -386,19 +391,23 @@ async def counters(conn: Any, state: SchemaState, chain: Sequence[int]) -> dict[
     return {row["name"]: row["value"] for row in rows}
 
 
-async def discard(conn: Any, state: SchemaState, layers: Sequence[int]) -> int:
-    """Deletes the rows of layers that nothing refers to any more. Returns how many."""
+async def discard(conn: Any, state: SchemaState, layers: Sequence[int], limit: int | None = None) -> int:
+    """Deletes rows of layers that nothing refers to any more. Returns how many; at `limit`, some may be left."""
     dead = [layer for layer in layers if layer > 0]
     total = 0
-    for name in [*(hidden(t.name, "delta") for t in state.tables)]:
+    tables = [(hidden(table.name, "delta"), LAYER) for table in state.tables]
+    for name, column in [*tables, ("~counters", "layer")]:
+        table = f"{ident(state.hidden_schema)}.{ident(name)}"
         status: str = await conn.execute(
-            f"delete from {ident(state.hidden_schema)}.{ident(name)} where {LAYER} = any ($1::bigint[])", dead
+            f"delete from {table} where ctid = any (array(select ctid from {table}"
+            f" where {column} = any ($1::bigint[]) limit $2))",
+            dead,
+            None if limit is None else limit - total,
         )
         total += int(status.rsplit(" ", 1)[1])
-    status = await conn.execute(
-        f'delete from {ident(state.hidden_schema)}."~counters" where layer = any ($1::bigint[])', dead
-    )
-    return total + int(status.rsplit(" ", 1)[1])
+        if total == limit:
+            break
+    return total
 
 
 async def unload(conn: Any, state: SchemaState) -> None:

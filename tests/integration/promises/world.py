@@ -59,3 +59,23 @@ class World:
     async def execute(self, sql: str, *arguments: Any) -> list[asyncpg.Record]:
         """As the control role."""
         return list(await self.services.store.rows(sql, *arguments))
+
+    async def chain(self, rollout: str) -> list[int]:
+        """Layers that the rollout's head builds on."""
+        (row,) = await self.execute(store.ROLLOUT_BY_ID, rollout)
+        return list(row["chain"])
+
+    async def leftovers(self) -> dict[str, int]:
+        """What is left of layers: rows of deltas and counters, by table, and what the control plane knows of them."""
+        tables = {f"megamcp.{name}": "true" for name in ("dead_layers", "loose_layers", "squashed_layers")}
+        tables["megamcp.replaced_chains"] = "true"
+        (state,) = await self.execute("select state from megamcp.servers where state is not null")
+        for name in ("account", "entry", "item"):
+            tables[f's_{state["state"]}."{name}~delta"'] = "_mm_layer > 0"
+        tables[f's_{state["state"]}."~counters"'] = "layer > 0"
+        counts = {}
+        for table, condition in tables.items():
+            (row,) = await self.execute(f"select count(*) as n from {table} where {condition}")
+            if row["n"]:
+                counts[table] = row["n"]
+        return counts

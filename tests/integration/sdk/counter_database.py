@@ -19,7 +19,8 @@ from sqlalchemy.engine import make_url
 from megamcp.handles import Mode, Signer, fingerprint, new_id
 
 ROOT = Path(__file__).parents[3]
-SQL = ("migrations/sql/0001_control_plane.sql", "megamcp/sql/control.sql", "megamcp/state/sql/state.sql")
+REVISIONS = sorted((ROOT / "migrations" / "sql").glob("*.sql"))
+SQL = (*REVISIONS, ROOT / "megamcp/sql/control.sql", ROOT / "megamcp/state/sql/state.sql")
 
 TABLES = """
 create schema v_test;
@@ -101,7 +102,7 @@ async def counter_database(server_dsn: str) -> AsyncIterator[CounterDatabase]:
     try:
         await admin.execute("create schema megamcp")
         for path in SQL:
-            await admin.execute((ROOT / path).read_text())
+            await admin.execute(path.read_text())
         secret = secrets.token_bytes(32)
         await admin.execute("insert into megamcp.keys values ('handle', $1, $2, $3)", *Signer.pads(secret), secret)
         await admin.execute(TABLES)
