@@ -135,9 +135,9 @@ DROP_LEAVES = """with seen as (
        and not exists (select 1 from megamcp.replaced_chains o where o.checkpoint = c.id)
     returning c.id, c.parent
 ), looked_at as (
-    update megamcp.checkpoints c set leaf = c.id in (select g.parent from gone g)
-     where c.void and (c.id in (select s.id from seen s) or c.id in (select g.parent from gone g))
-       and c.id not in (select g.id from gone g)
+    update megamcp.checkpoints c set leaf = exists (select 1 from gone g where g.parent = c.id)
+     where c.void and c.id in (select s.id from seen s union select g.parent from gone g)
+       and not exists (select 1 from gone g where g.id = c.id)
 )
 select count(*) from seen"""
 

@@ -199,9 +199,12 @@ class Squashed(RuleBasedStateMachine):
             self.portal.call(self.world.services.rollouts.close, rollout)
         for checkpoint in self.frozen:
             self.portal.call(self.world.services.rollouts.release_checkpoint, checkpoint)
-        for _ in range(3):  # replaced chains are noted first, then forgotten
+        left: dict[str, int] = {"": 1}
+        for _ in range(100):  # replaced chains are noted first, then forgotten; a background task may be in the way
             self.portal.call(self.world.services.reaper.once)
-        assert self.portal.call(self.world.leftovers) == {}
+            if not (left := self.portal.call(self.world.leftovers)):
+                break
+        assert left == {}
 
 
 @contextmanager
@@ -233,7 +236,7 @@ def explore(bound: type[Squashed], examples: int) -> None:
 @pytest.mark.timeout(0)
 def test_histories_squashed_step_by_step_agree_with_a_model(world_database: str) -> None:
     with machine(world_database, squash_interval_s=3600, reap_interval_s=3600) as bound:
-        explore(bound, 20)
+        explore(bound, 12)
 
 
 @pytest.mark.timeout(0)
