@@ -46,7 +46,6 @@ class Reaper:
     async def run(self) -> None:
         """An outage of the database stops nothing: the next round tries again."""
         while True:
-            self._left = False
             try:
                 await self.once()
             except MegaMCPError as error:
@@ -62,6 +61,7 @@ class Reaper:
         Every step has its turn before one has a second, so none starves, however much there is for another. The round
         ends when none finds anything, or after `BUDGET_S`: then the next one follows at once.
         """
+        self._left = False
         self._rollouts.open_count = await self._store.value(sql.COUNT_OPEN)
         give_up = time.monotonic() + BUDGET_S
         steps: dict[str, Step] = {

@@ -79,8 +79,8 @@ async def test_a_call_that_is_bound_to_the_old_chain_goes_on_over_the_swap(world
     points = await trajectory(world, rollout, 8)
     (fork,) = await world.fork(points[-1]["id"])
     old = await world.chain(fork)
-    call = asyncio.create_task(world.call(fork, "increment", owner="owner-1", by=5, pause=0.4))
-    reader = asyncio.create_task(world.call(rollout, "slow_items", seconds=0.4))
+    call = asyncio.create_task(world.call(fork, "increment", owner="owner-1", by=5, pause=2.5))
+    reader = asyncio.create_task(world.call(rollout, "slow_items", seconds=2.5))
     while len(await world.execute(IN_CALL)) < 2:
         await asyncio.sleep(0.01)
     await squash(world)
