@@ -2,8 +2,8 @@
 
 A line of the page is a test that carries `@pytest.mark.support(construct, "exact")` or
 `@pytest.mark.support(construct, "refused: reason")` (as a decorator, or among the `marks` of a `pytest.param`): the
-page can't claim what no test shows. Refusals of statements come from the table of `tests/unit/test_statements.py`, with
-the reasons that the check gives.
+page can't claim what no test shows. Refusals of statements come from the table of `tests/unit/test_statements.py`, and
+of schemas from tables named REFUSED beside the overlay's tests, with the reasons that the checks give.
 """
 
 import ast
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megamcp.errors import UnsupportedStatement
+from megamcp.state import refuse
 from megamcp.state.statements import check_statement
 
 ROOT = Path(__file__).parent.parent
@@ -52,11 +53,23 @@ def refused_statements() -> Iterator[Line]:
             yield construct, f"refused: {error.extra['reason']}", f"{place}: {' '.join(sql.split())[:50]}"
 
 
+def refused_schemas() -> Iterator[Line]:
+    """From the tables of refused DDL; the reason where the text alone shows it."""
+    for name in ("schemas", "functions", "triggers"):
+        place = f"integration/overlay/test_overlay_{name}.py"
+        if not (ROOT / "tests" / place).exists():
+            continue
+        for construct, ddl in runpy.run_path(str(ROOT / "tests" / place))["REFUSED"].items():
+            reasons = {p.construct: p.reason for p in refuse.prepare(ddl, "schema").problems}
+            verdict = f"refused: {reasons[construct]}" if construct in reasons else "refused"
+            yield construct, verdict, f"{place}: {' '.join(ddl.split())[:50]}"
+
+
 def page() -> str:
     """The text that `support.md` must have."""
     lines = list(marked())
     exact = [line for line in lines if line[1] == "exact"]
-    at_load = [line for line in lines if line[1] != "exact"]
+    at_load = [line for line in lines if line[1] != "exact"] + list(refused_schemas())
     parts = [INTRODUCTION]
     for title, found in (
         ("Exact", exact),

@@ -81,6 +81,18 @@ OVERRIDING = Refusal(
     "a view has no identity columns, so PostgreSQL would ignore it",
     "Leave the column out, or use INSERT … OVERRIDING.",
 )
+DYNAMIC = Refusal("EXECUTE in PL/pgSQL", "its statement could not be checked", "Write the statement itself.")
+_FUNCTION = "a function's text is not rewritten when it runs"
+IN_FUNCTION = {
+    "MergeStmt": Refusal(
+        "MERGE in a function", "its rows can't be told from the caller's", "Use INSERT, UPDATE, DELETE."
+    ),
+    "TruncateStmt": Refusal("TRUNCATE in a function", _FUNCTION, "Use DELETE."),
+    "lock": Refusal("SELECT … FOR UPDATE/SHARE in a function", _FUNCTION, "Leave it out: a call that writes is alone."),
+    "override": Refusal("OVERRIDING in a function", _FUNCTION, "Write it in the tool server."),
+    "several": Refusal("a command in a function that writes several tables", _FUNCTION, "Write one after another."),
+    "kind": Refusal("function with another kind of statement", "only queries and writes can be exact", _DATABASE),
+}
 MERGE_AND_MORE = Refusal(
     "MERGE and another write in one command",
     "rows that it must not touch twice can't be told from the other part's",

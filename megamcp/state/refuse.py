@@ -11,7 +11,7 @@ from typing import Any
 import postgast
 from postgast import pg_query_pb2 as pb
 
-from megamcp.state import refusals
+from megamcp.state import bodies, refusals
 from megamcp.state.catalog import Catalog
 from megamcp.state.clock import SHADOWED
 from megamcp.state.expressions import over_new
@@ -55,7 +55,6 @@ _KEYWORDS = {
     pb.SVFOP_LOCALTIMESTAMP: "localtimestamp",
     pb.SVFOP_LOCALTIMESTAMP_N: "localtimestamp",
 }
-_BODY_STATEMENTS = {"select_stmt", "insert_stmt", "update_stmt", "delete_stmt", "merge_stmt"}  # writes: refused apart
 _TIME_TYPES = {"date", "time", "timetz", "timestamp", "timestamptz"}
 _WALL_CLOCK = {"now", "today", "tomorrow", "yesterday"}
 
@@ -167,37 +166,34 @@ def _look_function(function: pb.CreateFunctionStmt, add: Any) -> None:
         add("function name", f"{name} is the state's own", "Choose another name.")
     options = {o.def_elem.defname: o.def_elem.arg for o in function.options}
     language = options["language"].string.sval if "language" in options else "sql"
-    if language != "sql":
-        add(
-            f"function in {language}",
-            "only SQL functions are known to be exact",
-            "Write it in SQL or in the tool server.",
-        )
+    if language not in ("sql", "plpgsql"):
+        hint = "Write it in SQL, PL/pgSQL or in the tool server."
+        add(f"function in {language}", "only SQL and PL/pgSQL are known to be exact", hint)
         return
     for option in ("security", "support", "window", "set"):
         if option in options:
             add(f"function with {option.upper()}", "it would change whose rows or settings apply", "Leave it out.")
-    bodies = [_single_node(function.sql_body)] if function.HasField("sql_body") else []
-    if "as" in options:
-        text = options["as"].list.items[0].string.sval
-        try:
-            bodies.append(postgast.parse(text))
-        except postgast.PgQueryError as error:
-            add("syntax", str(error), "PostgreSQL's parser does not take this body.")
-    for body in bodies:
-        for problem in _look(body, name):
-            add(problem.construct, f"in the body: {problem.reason}", problem.hint)
-        for statement in getattr(body, "stmts", ()):
-            if statement.stmt.WhichOneof("node") not in _BODY_STATEMENTS:
-                add("function of another kind of statement", "only queries are known to be exact", "Write a SELECT.")
-        for _, message in postgast.walk(body):
-            if isinstance(message, pb.InsertStmt | pb.UpdateStmt | pb.DeleteStmt | pb.MergeStmt):
-                add(
-                    "function that writes",
-                    "its writes can't be told from the statement's own",
-                    "Write it in the tool server.",
-                )
-                return
+    try:
+        for refusal in bodies.judge(function, language):
+            add(refusal.construct, f"in the body: {refusal.reason}", refusal.hint)
+        if language == "sql":
+            for problem in _look(postgast.parse(bodies.text(function)), name):
+                add(problem.construct, f"in the body: {problem.reason}", problem.hint)
+    except postgast.PgQueryError as error:
+        add("syntax", str(error), "PostgreSQL's parser does not take this body.")
+    if function.HasField("sql_body"):
+        _look_atomic(function.sql_body, name, add)
+
+
+def _look_atomic(body: pb.Node, name: str, add: Any) -> None:
+    """BEGIN ATOMIC and RETURN: the statements are in the tree, not in a text."""
+    for problem in _look(_single_node(body), name):
+        add(problem.construct, f"in the body: {problem.reason}", problem.hint)
+    for _, message in postgast.walk(body):
+        if isinstance(message, pb.InsertStmt | pb.UpdateStmt | pb.DeleteStmt | pb.MergeStmt):
+            hint = "Write the body as a text (AS $$ … $$)."
+            add("writes in BEGIN ATOMIC", "its statements are fixed before the views are there", hint)
+            return
 
 
 def _single_node(node: pb.Node) -> pb.Node:
@@ -222,22 +218,11 @@ def _rewrite(node: Any) -> bool:
                 item.CopyFrom(replacement.stmts[0].stmt.select_stmt.target_list[0].res_target.val)
                 changed = True
             elif isinstance(item, pb.CreateFunctionStmt):
-                changed = _rewrite_body(item) or changed
+                changed = bodies.clock_calls(item) or changed
                 changed = _rewrite(item) or changed
             else:
                 changed = _rewrite(item) or changed
     return changed
-
-
-def _rewrite_body(function: pb.CreateFunctionStmt) -> bool:
-    for option in function.options:
-        if option.def_elem.defname == "as":
-            body = option.def_elem.arg.list.items[0].string
-            tree = postgast.parse(body.sval)
-            if _rewrite(tree):
-                body.sval = postgast.deparse(tree)
-                return True
-    return False
 
 
 _JUDGE = named("judge.sql")["judge"]

@@ -20,13 +20,25 @@ from typing import Any
 
 import asyncpg
 
-from megamcp.errors import UnsupportedSchema
-from megamcp.state import catalog, companions, digests, foreign_keys, refuse, rights, tables, triggers, views
+from megamcp.errors import UnsupportedSchema, UnsupportedStatement
+from megamcp.state import (
+    bodies,
+    catalog,
+    companions,
+    digests,
+    foreign_keys,
+    refuse,
+    rewrites,
+    rights,
+    tables,
+    triggers,
+    views,
+)
 from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 6
+COMPILER_VERSION = 7
 _ATTEMPTS = 20
 MODULUS = 1 << 128
 
@@ -213,6 +225,7 @@ async def _compile(
     await rights.as_owner(
         conn, s, beside + companions.truncate(s, v, found) + companions.grants(v, (made.tool_role, view))
     )
+    await _rewrite_functions(conn, v, found)
     await conn.execute(
         rights.released(s, v, view) + rights.grants(s, v, found, (owner, view, made.tool_role, made.query_role))
     )
@@ -284,7 +297,37 @@ async def _remake(conn: Any, v: str, found: catalog.Catalog) -> None:
             continue
         if await conn.fetchval("select to_regprocedure($1) is null", remake.name):
             await rights.as_view(conn, v, remake.definition)
-        await rights.as_view(conn, v, f"alter function {remake.name} set search_path = {ident(v)}, pg_catalog, pg_temp")
+        await rights.as_view(conn, v, f"alter function {remake.name} set search_path = {_path(v, remake)}")
+
+
+def _path(v: str, function: catalog.Remake) -> str:
+    return f"{ident(v)}, pg_catalog, pg_temp, {triggers.level_mark(function.oid)}"
+
+
+async def _rewrite_functions(conn: Any, v: str, found: catalog.Catalog) -> None:
+    """INSERT … ON CONFLICT in functions, for which the views and shapes must be there."""
+    rewriter = rewrites.Rewriter()
+    await conn.execute("select set_config('search_path', $1, true)", f"{ident(v)}, pg_catalog")
+
+    async def rewrite(sql: str) -> tuple[str, bool]:
+        return await rewriter.rewrite(sql, conn.fetch)
+
+    problems: list[refuse.Problem] = []
+    for remake in found.remakes:
+        if remake.kind != "function":
+            continue
+        try:
+            definition = await bodies.rewritten(remake.definition, rewrite)
+        except (bodies.NotRewritten, UnsupportedStatement) as error:
+            hint = "Write it in the tool server, or RETURNING … INTO at the end of the statement."
+            problems.append(refuse.Problem("ON CONFLICT in a function", remake.name, str(error), hint))
+            continue
+        if definition is not None:
+            await rights.as_view(conn, v, definition)
+            await rights.as_view(conn, v, f"alter function {remake.name} set search_path = {_path(v, remake)}")
+    await conn.execute("set local search_path = ''")
+    if problems:
+        raise refused(problems)
 
 
 async def _no_temporary_tables(conn: Any, tool: str) -> None:

@@ -79,6 +79,23 @@ def check_query(sql: str, *, visible: str | None = None) -> None:
         refuse(refusal)
 
 
+def body_verdict(sql: str) -> Refusal | None:
+    """What is wrong with statements of a function's body, which runs as it is. A syntax error is no refusal."""
+    try:
+        for raw in _parse(sql.encode()) or ():
+            kind = next(iter(raw["stmt"]))
+            if kind in refusals.IN_FUNCTION:
+                return refusals.IN_FUNCTION[kind]
+            if kind not in refusals.READ_STATEMENTS | refusals.WRITE_STATEMENTS:
+                return refusals.IN_FUNCTION["kind"]
+            _Check(None, False, False, function=True).statement(raw["stmt"])
+    except _Refused as refused:
+        return refused.refusal
+    except RecursionError:
+        return refusals.TOO_DEEP
+    return None
+
+
 def refuse(refusal: Refusal) -> NoReturn:
     raise UnsupportedStatement(
         f"{refusal.construct} is not supported here: {refusal.reason}.",
@@ -206,10 +223,11 @@ def _names(parts: list[Node]) -> list[str]:
 class _Check:
     """One walk over one statement. Raises `_Refused` at the first construct that is refused."""
 
-    def __init__(self, visible: str | None, savepoints: bool, query: bool) -> None:
+    def __init__(self, visible: str | None, savepoints: bool, query: bool, *, function: bool = False) -> None:
         self._visible = visible
         self._savepoints = savepoints
         self._query = query
+        self._inside = function
         self._own_names: set[str] = set()
         self._system_columns: list[str] = []
         self._written: list[str] = []
@@ -228,7 +246,7 @@ class _Check:
             "ResTarget": self._own_name,
             "Alias": self._alias,
             "alias": self._alias,
-            "lockingClause": lambda _: self._refuse(refusals.ROW_LOCK if self._query else None),
+            "lockingClause": lambda _: self._lock(),
             "intoClause": lambda _: self._refuse(refusals.SELECT_INTO),
             "RangeTableSample": lambda _: self._refuse(refusals.SAMPLE),
             "CurrentOfExpr": lambda _: self._refuse(refusals.CURRENT_OF),
@@ -271,6 +289,10 @@ class _Check:
         elif not (kind == "TransactionStmt" and self._savepoints and refusals.is_savepoint(node["kind"])):
             self._refuse(refusals.statement(kind))
 
+    def _lock(self) -> None:
+        self._refuse(refusals.ROW_LOCK if self._query else None)
+        self._refuse(refusals.IN_FUNCTION["lock"] if self._inside else None)
+
     def _explain(self, node: Node) -> None:
         ((kind, inner),) = node["query"].items()
         self._statement_kind(kind, inner)
@@ -298,8 +320,9 @@ class _Check:
                     if key in {"lockingClause", "intoClause"}:
                         visitors[key](value)
                     pending.append(child)
-                elif key == "override" and child != "OVERRIDING_NOT_SET" and "relation" not in value:
-                    self._refuse(refusals.OVERRIDING)  # in an action of MERGE
+                elif key == "override" and child != "OVERRIDING_NOT_SET":
+                    self._refuse(refusals.IN_FUNCTION["override"] if self._inside else None)
+                    self._refuse(None if "relation" in value else refusals.OVERRIDING)  # in an action of MERGE
 
     def _relation(self, node: Node) -> None:
         if "relname" not in node:
@@ -366,6 +389,8 @@ class _Check:
     def _write(self, kind: str, node: Node) -> None:
         """The parts of one command that write: PostgreSQL's triggers can't tell two of one table apart."""
         name = node["relation"]["relname"]
+        if self._inside:
+            self._refuse(refusals.IN_FUNCTION["several"] if self._written else refusals.IN_FUNCTION.get(kind))
         self._refuse(refusals.twice(name) if name in self._written else None)
         self._written.append(name)
         self._merges = self._merges or kind == "MergeStmt"

@@ -31,36 +31,78 @@ def core(state: str) -> str:
     """The statement triggers' functions, shared by the tables of a state.
 
     Several statements may be under way at once: the parts of a command that write in WITH, and what functions do in
-    between. `megamcp.level` tells them apart: each function that writes sets it to its own name. What a level queued is
-    drained when its last part ends, as PostgreSQL fires AFTER triggers at the end of the whole command.
+    between. Their level tells them apart: a mark in the search path, which each function of an environment has for
+    itself (`level_mark`). What a level queued is drained when its last part ends, as PostgreSQL fires AFTER triggers at
+    the end of the whole command. Cascades are of the level that is drained. `megamcp.open` lists the levels of the
+    parts under way, `megamcp.level` is the innermost.
+
+    These two functions see the caller's search path, so each name and operator in them has its schema.
     """
     s = ident(state)
+    head = HEAD.replace("set search_path = pg_catalog, pg_temp", "")
+    mark = literal('"~[^"]*"')
+    level = (
+        f"coalesce(substring(pg_catalog.current_setting('search_path') from {mark}),\n"
+        "    substring(pg_catalog.current_setting('megamcp.draining', true) from '<(.*)>'), '')"
+    )
     return f"""
 create function {s}."~merging"() returns boolean language sql stable set search_path = pg_catalog, pg_temp
 return coalesce(current_setting('megamcp.level', true), '') = '' and current_query() ~* {literal(_MERGE)};
-create function {s}."~several"() returns boolean language sql stable set search_path = pg_catalog, pg_temp
-return coalesce(current_setting('megamcp.level', true), '') <> ''
-  or current_query() ~* {literal(f"{_FIRST}(with|merge)")};
-create function {s}."~before"() returns trigger {HEAD} $body$
+create function {s}."~begun"(_table text, _name text, _level text) returns void {HEAD} $body$
 declare
-  _setting text := 'megamcp.t' || tg_argv[0];
-  _part text := '<' || coalesce(current_setting('megamcp.level', true), '') || '>';
-  _several text := case when {s}."~several"() then 'on' else '' end;
+  _setting text := 'megamcp.t' || _table;
+  _several text := case when _level <> '' or current_query() ~* {literal(f"{_FIRST}(with|merge)")}
+    then 'on' else '' end;
   _done text;
 begin
   if current_setting(_setting, true) <> '' then
     if {s}."~merging"() then
-      return null;  -- MERGE fires this once for INSERT, UPDATE and DELETE each
+      return;  -- MERGE fires this once for INSERT, UPDATE and DELETE each
     end if;
-    raise exception 'two parts of one command write table "%"', tg_argv[1]
+    raise exception 'two parts of one command write table "%"', _name
       using errcode = '0A000', hint = 'Write the table in statements of their own.';
   end if;
   _done := megamcp.verified(true);
   _done := set_config(_setting, nextval('megamcp.stamp_seq')::text, true);
-  _done := set_config('megamcp.open', coalesce(current_setting('megamcp.open', true), '') || _part, true);
+  _done := current_setting('megamcp.open', true);
+  _done := set_config('megamcp.open', concat(_done, '<', _level, '>'), true);
+  if _level <> coalesce(current_setting('megamcp.level', true), '') then
+    _done := set_config('megamcp.level', _level, true);
+  end if;
   if _several <> coalesce(current_setting('megamcp.several', true), '') then
     _done := set_config('megamcp.several', _several, true);
   end if;
+end $body$;
+create function {s}."~ended"(_table text, _level text) returns void {HEAD} $body$
+declare
+  _setting text := 'megamcp.t' || _table;
+  _part text := '<' || _level || '>';
+  _open text := current_setting('megamcp.open', true);
+  _outer text;
+  _done text;
+begin
+  if current_setting(_setting, true) = '' then
+    return;  -- of a MERGE that has ended
+  end if;
+  _done := set_config(_setting, '', true);
+  _open := overlay(_open placing '' from strpos(_open, _part) for length(_part));
+  _done := set_config('megamcp.open', _open, true);
+  if current_setting('megamcp.queued', true) = 'on' and strpos(_open, _part) = 0 then
+    perform {s}."~drain"(_level);
+  end if;
+  _outer := coalesce(substring(_open from '<([^<>]*)>$'), '');
+  if _outer <> _level then
+    _done := set_config('megamcp.level', _outer, true);
+  end if;
+end $body$;
+create function {s}."~before"() returns trigger {head} $body$
+begin
+  perform {s}."~begun"(tg_argv[0], tg_argv[1], {level});
+  return null;
+end $body$;
+create function {s}."~after"() returns trigger {head} $body$
+begin
+  perform {s}."~ended"(tg_argv[0], {level});
   return null;
 end $body$;
 create function {s}."~unset"(_setting text) returns text
@@ -70,26 +112,12 @@ declare
 begin
   return null;
 end $body$;
-create function {s}."~after"() returns trigger {HEAD} $body$
-declare
-  _setting text := 'megamcp.t' || tg_argv[0];
-  _level text := coalesce(current_setting('megamcp.level', true), '');
-  _part text := '<' || _level || '>';
-  _open text := current_setting('megamcp.open', true);
-  _done text;
-begin
-  if current_setting(_setting, true) = '' then
-    return null;  -- of a MERGE that has ended
-  end if;
-  _done := set_config(_setting, '', true);
-  _open := overlay(_open placing '' from strpos(_open, _part) for length(_part));
-  _done := set_config('megamcp.open', _open, true);
-  if current_setting('megamcp.queued', true) = 'on' and strpos(_open, _part) = 0 then
-    perform {s}."~drain"(_level);
-  end if;
-  return null;
-end $body$;
 """
+
+
+def level_mark(number: int) -> str:
+    """What a function of an environment has at the end of its search path: a schema that isn't there."""
+    return ident(f"~{number}")
 
 
 def _violation(visible: str, table: Table, code: str, message: str, detail: str, **place: str) -> str:

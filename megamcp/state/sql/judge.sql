@@ -34,8 +34,8 @@ union all select 'column type ' || format_type(a.atttypid, a.atttypmod), c.relna
   left join pg_type e on e.oid = t.typelem and t.typcategory = 'A'
   left join pg_type b on b.oid = coalesce(nullif(e.typbasetype, 0), nullif(t.typbasetype, 0), e.oid, t.oid)
   where a.attnum > 0 and not a.attisdropped and (b.typtype not in ('b', 'e', 'r', 'm', 'd') or b.typname ~ '^_?reg' or b.typname in ('pg_snapshot', 'xid', 'cid', 'tid'))
-union all select 'aggregate, window function or procedure', p.oid::regprocedure::text, 'only SQL functions are taken', 'Do it in the tool server.'
+union all select 'aggregate, window function or procedure', p.oid::regprocedure::text, 'only plain functions are taken', 'Do it in the tool server.'
   from pg_proc p where p.pronamespace = $1::text::regnamespace and p.prokind <> 'f'
-union all select 'function', p.oid::regprocedure::text, 'only SQL functions are taken', 'Do it in the tool server.'
+union all select 'function', p.oid::regprocedure::text, 'only SQL and PL/pgSQL functions are taken', 'Do it in the tool server.'
   from pg_proc p join pg_language l on l.oid = p.prolang
-  where p.pronamespace = $1::text::regnamespace and l.lanname <> 'sql' and not (p.oid = any ($2::oid[]))
+  where p.pronamespace = $1::text::regnamespace and l.lanname not in ('sql', 'plpgsql') and not (p.oid = any ($2::oid[]))

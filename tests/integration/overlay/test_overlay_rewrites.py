@@ -102,7 +102,8 @@ async def test_keyword_forms_of_the_clock_are_the_environments(world) -> None:
 
     ddl = "create table a (id int primary key, d date default current_date, t time(1) default localtime(1));"
     ddl += "create view seen as select current_timestamp, id from a;"
-    ddl += "create function today() returns date language sql stable as 'select current_date'"
+    ddl += "create function today() returns date language sql stable as 'select current_date';"
+    ddl += "create function day() returns date language plpgsql stable as 'begin return current_date + 0; end'"
     rollout = await world.open(await world.load(ddl, "insert into a values (1)"))
     sql = "select current_date, current_time(2)::text, current_timestamp(0) AS x, localtime, localtimestamp(3)::text"
     async with rollout.call() as db:
@@ -112,8 +113,9 @@ async def test_keyword_forms_of_the_clock_are_the_environments(world) -> None:
         assert [str(value) for value in row] == [
             "2026-01-15", "09:00:00+00", "2026-01-15 09:00:00+00:00", "09:00:00", "2026-01-15 09:00:00",
         ]  # fmt: skip
-        (row,) = await db.fetch("select s.*, d, t, today() from a join seen s using (id)")
-        assert [*row.keys()] == ["current_timestamp", "id", "d", "t", "today"]
+        (row,) = await db.fetch("select s.*, d, t, today(), day() from a join seen s using (id)")
+        assert [*row.keys()] == ["current_timestamp", "id", "d", "t", "today", "day"]
+        assert row["today"] == row["day"] == row["d"]
         assert str(row["current_timestamp"]) == "2026-01-15 09:00:00+00:00"
 
 

@@ -1,0 +1,143 @@
+"""Bodies of an environment's functions, in SQL and PL/pgSQL: what is in them, and whether it can be exact.
+
+Each statement and expression is judged like one that a tool sends (`statements`), with less allowed: a function's text
+is not rewritten when it runs. ON CONFLICT is rewritten once, when the state is made (`rewritten`). Dynamic SQL can't be
+judged and is refused. PL/pgSQL is parsed by libpg_query, which names every expression of it.
+"""
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import postgast
+from postgast import pg_query_pb2 as pb
+from postgast.errors import check_error
+from postgast.native import lib
+
+from megamcp.state import refusals, rewrites
+from megamcp.state.refusals import Refusal
+from megamcp.state.statements import body_verdict
+
+_DYNAMIC = {"PLpgSQL_stmt_dynexecute", "PLpgSQL_stmt_dynfors", "dynquery"}
+_CONTROL = {"PLpgSQL_stmt_commit", "PLpgSQL_stmt_rollback"}
+_STATEMENT, _EXPRESSION = 0, 2  # parse modes of PL/pgSQL; others are assignments
+
+
+def judge(function: pb.CreateFunctionStmt, language: str) -> Iterator[Refusal]:
+    """What a function's body holds that can't be exact. Raises PgQueryError where it can't be parsed."""
+    if language == "sql":
+        if refusal := body_verdict(text(function)):
+            yield refusal
+        return
+    for kind, query, mode in _parts(function):
+        if kind in _DYNAMIC:
+            yield refusals.DYNAMIC
+        elif kind in _CONTROL:
+            yield refusals.TRANSACTION
+        elif mode == _STATEMENT:
+            if refusal := body_verdict(query):
+                yield refusal
+        else:
+            for expression in (query,) if mode == _EXPRESSION else _sides(query):
+                if refusal := body_verdict(f"select {expression}"):
+                    yield refusal
+
+
+def text(function: pb.CreateFunctionStmt) -> str:
+    """The body as it was written; empty for one in BEGIN ATOMIC."""
+    for option in function.options:
+        if option.def_elem.defname == "as":
+            body: str = option.def_elem.arg.list.items[0].string.sval
+            return body
+    return ""
+
+
+def replace(function: pb.CreateFunctionStmt, body: str) -> None:
+    for option in function.options:
+        if option.def_elem.defname == "as":
+            option.def_elem.arg.list.items[0].string.sval = body
+
+
+def _parts(function: pb.CreateFunctionStmt) -> Iterator[tuple[str, str, int]]:
+    """(kind of node, query, parse mode) of all that a PL/pgSQL function evaluates."""
+    tree = pb.ParseResult()
+    tree.stmts.add().stmt.create_function_stmt.CopyFrom(function)
+    for kind in postgast.find_nodes(tree, pb.TypeName):  # libpg_query knows no schemas
+        del kind.names[:-1]
+    result = lib.pg_query_parse_plpgsql(postgast.deparse(tree).encode())
+    try:
+        check_error(result)
+        dump: str = result.plpgsql_funcs.decode()
+    finally:
+        lib.pg_query_free_plpgsql_parse_result(result)
+    # libpg_query writes the variables of a trigger function (TG_OP and its like) as `{}}`.
+    head, action, rest = dump.partition('"action":')
+    pending: list[tuple[str, Any]] = [("", json.loads(re.sub(r"\{\}\}(?=[,\]])", "{}", head) + action + rest))]
+    while pending:
+        kind, value = pending.pop()
+        if isinstance(value, list):
+            pending.extend((kind, item) for item in value)
+        elif isinstance(value, dict):
+            if kind == "PLpgSQL_expr":
+                yield kind, value["query"], value.get("parseMode", 0)
+            elif kind in _DYNAMIC or kind in _CONTROL:
+                yield kind, "", _STATEMENT
+            pending.extend(value.items())
+
+
+def _sides(assignment: str) -> Iterator[str]:
+    """`a[i] := x` evaluates a[i], in a sense, and x."""
+    raw, depth = assignment.encode(), 0
+    for token in postgast.scan(assignment).tokens:
+        word = raw[token.start : token.end]
+        depth += (word in (b"[", b"(")) - (word in (b"]", b")"))
+        if depth == 0 and word in (b":=", b"="):
+            yield raw[: token.start].decode()
+            yield raw[token.end :].decode()
+            return
+
+
+async def rewritten(definition: str, rewrite: Callable[[str], Awaitable[tuple[str, bool]]]) -> str | None:
+    """The CREATE FUNCTION with its INSERT … ON CONFLICT in the form that the views take; None when it has none."""
+    tree = postgast.parse(definition)
+    function = tree.stmts[0].stmt.create_function_stmt
+    body = text(function)
+    if "conflict" not in body.lower():
+        return None
+    options = {option.def_elem.defname: option.def_elem.arg for option in function.options}
+    if options["language"].string.sval == "sql":
+        queries = [query.removesuffix(";") for query in postgast.split(body)]
+    else:
+        queries = [query for _, query, mode in _parts(function) if mode == _STATEMENT and query]
+    changed = body
+    for query in sorted({query.strip() for query in queries}, key=len, reverse=True):
+        if "conflict" not in query.lower():
+            continue
+        other, runs = await rewrite(query)
+        if not runs:
+            raise NotRewritten(query)
+        if other == query:
+            continue
+        if query not in changed:  # PL/pgSQL cuts INTO out of its queries
+            raise NotRewritten(query)
+        changed = changed.replace(query, other)
+    if changed == body:
+        return None
+    replace(function, changed)
+    made: str = postgast.deparse(tree)
+    return made
+
+
+class NotRewritten(Exception):
+    """A query of a function that ON CONFLICT can't be rewritten in."""
+
+
+def clock_calls(function: pb.CreateFunctionStmt) -> bool:
+    """CURRENT_DATE and its like in the body become calls; true when there were any."""
+    body = text(function)
+    changed = rewrites.clock_calls(body)
+    if changed == body:
+        return False
+    replace(function, changed)
+    return True
