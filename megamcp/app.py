@@ -138,6 +138,10 @@ def add_health(app: FastAPI) -> None:
             "status": "ok",
             "environments": [e.full_name for e in environments],
             "rollouts": services.rollouts.open_count,
+            "state_clusters": [
+                {"cluster": cluster.name, "copies": "share blocks" if cluster.reflink else "are full copies"}
+                for cluster in services.databases.clusters.opened
+            ],
         }
 
 

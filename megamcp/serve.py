@@ -24,6 +24,7 @@ import uvicorn
 from pydantic import SecretStr
 
 from megamcp.app import create_app, prepare
+from megamcp.databases.clusters import OwnCluster
 from megamcp.errors import Conflict, Unprocessable
 from megamcp.http_protocol import Protocol
 from megamcp.postgres import EmbeddedPostgres
@@ -57,6 +58,10 @@ async def _serve(settings: Settings) -> None:
                 EmbeddedPostgres(settings.data_dir / "postgres", max_connections=connections_needed(settings))
             )
             settings = settings.model_copy(update={"database_url": SecretStr(postgres.dsn)})
+        if settings.workers > 1 and not settings.state_urls:
+            # One worker starts its own when it needs it; several can't share a child of one of them.
+            own = await stack.enter_async_context(OwnCluster(settings))
+            settings = settings.model_copy(update={"state_urls": [SecretStr(own.dsn)]})
         assert settings.database_url is not None
         await prepare(settings, settings.database_url.get_secret_value())
         if settings.workers == 1:
@@ -242,6 +247,7 @@ class _Workers:
 def _as_environment(settings: Settings) -> dict[str, str]:
     document = settings.model_dump(mode="json", exclude={"database_url", "api_key"}, exclude_none=True)
     environment = {f"MEGAMCP_{name.upper()}": _text(value) for name, value in document.items()}
+    environment["MEGAMCP_STATE_URLS"] = json.dumps([url.get_secret_value() for url in settings.state_urls])
     if settings.api_key:
         environment["MEGAMCP_API_KEY"] = settings.api_key.get_secret_value()
     return environment

@@ -68,7 +68,9 @@ class Door:
             if self._relay is None:
                 relay = Relay(self._resolve)
                 try:
-                    self._port = await relay.listen(self._settings.relay_host, self._settings.relay_port)
+                    port = self._settings.relay_port
+                    shared = port != 0 and self._settings.workers > 1
+                    self._port = await relay.listen(self._settings.relay_host, port, shared=shared)
                 except OSError as error:
                     raise Conflict(
                         f"The relay can't listen on {self._settings.relay_host}:{self._settings.relay_port}: {error}.",

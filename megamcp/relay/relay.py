@@ -71,10 +71,11 @@ class Relay:
         """Clients that have logged in."""
         return len(self._sessions)
 
-    async def listen(self, host: str, port: int) -> int:
-        """Opens a door and returns its port. Raises OSError."""
+    async def listen(self, host: str, port: int, *, shared: bool = False) -> int:
+        """Opens a door and returns its port. `shared`: other processes listen there too, and the kernel deals clients
+        out among them; a client's cancel request may then miss the one that has it. Raises OSError."""
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Wire(self._accept), host, port)
+        server = await loop.create_server(lambda: Wire(self._accept), host, port, reuse_port=shared or None)
         self._servers.append(server)
         if self._sweeper is None:
             self._sweeper = loop.create_task(self._sweep())

@@ -1,11 +1,9 @@
 """The command line says clearly what is wrong, keeps stdout for answers, and starts quickly."""
 
 import json
-import re
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -150,15 +148,3 @@ def test_help_imports_nothing_heavy() -> None:
     code = f"import sys, megamcp.cli; sys.exit(str([m for m in {heavy} if m in sys.modules] or ''))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""
-
-
-def test_help_comes_at_once() -> None:
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-m", "megamcp.cli", "--help"], capture_output=True, text=True, check=True
-        )
-        times.append(time.perf_counter() - began)
-    assert re.search(r"\bdemo\b", done.stdout)
-    assert min(times) < 1.5, "half a second on a quiet machine; three times that on a busy one"

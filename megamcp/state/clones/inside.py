@@ -87,8 +87,11 @@ class Inside:
         if not await self.reachable(position):
             raise Conflict(f"Position {position} can't be reached row by row.", code="not_reachable")
         await self.connection.execute(_END_SESSIONS)
-        async with self._hand() as hand, hand.transaction():
-            await _exactly(hand.execute("select megamcp.rewind($1)", position))
+        if await self.connection.fetchval("select exists (select from megamcp.log where id > $1)", position):
+            async with self._hand() as hand, hand.transaction():
+                await _exactly(hand.execute("select megamcp.rewind($1)", position))
+        else:
+            await self.connection.execute("select megamcp.leap($1)", position)
         await self.connection.execute("select megamcp.restore_sequences($1)", position)
 
     async def redo(self, source: "Inside", after: int, upto: int) -> None:
