@@ -218,7 +218,7 @@ class Rollouts:
                     lease,
                 )
                 if self._databases and points:
-                    await self._databases.publish(connection, made["id"], points)
+                    await self._databases.publish(connection, made["id"], rollout, points)
                 return made
 
     def _frozen(

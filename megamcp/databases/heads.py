@@ -20,7 +20,6 @@ from typing import Any
 
 import asyncpg
 
-from megamcp import state
 from megamcp.databases import journal as sql
 from megamcp.databases.clusters import Clusters
 from megamcp.databases.sources import Sources
@@ -29,7 +28,7 @@ from megamcp.errors import DeadlineExceeded, Gone, NoCapacity
 from megamcp.failpoints import failpoint
 from megamcp.handles import Signer
 from megamcp.settings import Settings
-from megamcp.state.clones import CallRow, Cluster, Inside, Mark
+from megamcp.state.clones import CallRow, Cluster, Inside
 from megamcp.store import Store
 
 log = logging.getLogger(__name__)
@@ -62,6 +61,8 @@ class Point:
     sealed_position: int | None = None
     total: int | None = None
     """128-bit sum of what differs from the source; None where the log doesn't tell."""
+    call: int = 0
+    """The last call inside before it."""
 
 
 class Databases:
@@ -330,7 +331,7 @@ class Databases:
             bound = await inside.bound()
             rows = await inside.calls(await self._store.value(sql.COLLECTED_UPTO, name) or 0)
             for call in (call for call in rows if bound and call.rollout == bound.rollout):
-                await self._store.value(sql.RECORD, *call_arguments(call.rollout, call.server, call), True)
+                await self._store.value(sql.RECORD, *call_arguments(call), True)
         await failpoint("database.retired")
         await cluster.seal(name)
         await self._store.value(sql.SEALED, name)
@@ -365,7 +366,7 @@ class Databases:
             for server in environment.servers:
                 if not server.database:
                     continue
-                head = await connection.fetchrow(sql.HEAD, row["id"], server.name)
+                head = await connection.fetchrow(sql.STANDING_HEAD, row["id"], server.name, row["checkpoint"])
                 if (
                     head is not None
                     and head["rewind_to"] is not None
@@ -397,15 +398,12 @@ class Databases:
         hold = cluster.hold(name, patience_s=patience_s, on_busy=tell)
         async with contextlib.AsyncExitStack() as inner:
             inside = await inner.enter_async_context(hold)
-            await self._collect(connection, row["id"], server.name, head, inside)
-            mark = await inside.mark()
-            before = (
-                await connection.fetchrow(sql.SNAPSHOT, row["checkpoint"], server.name) if row["checkpoint"] else None
-            )
-            sealed, sealed_position = _sealed_before(before, head)
+            mark, total, nonces = await inside.freeze(head["collected"])
+            if nonces:
+                await self._collect(connection, inside, head, nonces)
             if mark.exact:
                 stack.push_async_callback(inner.pop_all().aclose)
-                return Point(name, mark.position, sealed, sealed_position, await _total(inside, mark))
+                return Point(name, mark.position, head["sealed"], head["sealed_position"], total, mark.call)
         # What was done since the last checkpoint can't be undone inside (DDL, TRUNCATE): a copy keeps this point.
         while True:
             copy = await self._plan(cluster, server, environment, None, head["lineage"])
@@ -418,48 +416,36 @@ class Databases:
             await cluster.seal(copy)
             await self._store.value(sql.READY, copy, True, None)
             if fits:
-                return Point(name, mark.position, copy, mark.position, None)
+                return Point(name, mark.position, copy, mark.position, None, mark.call)
 
-    async def publish(self, connection: asyncpg.Connection, checkpoint: str, points: Mapping[str, Point]) -> None:
+    async def publish(
+        self, connection: asyncpg.Connection, checkpoint: str, rollout: str, points: Mapping[str, Point]
+    ) -> None:
         """In the transaction that publishes the checkpoint."""
-        for server, point in points.items():
-            await connection.execute(
-                sql.PUBLISH, checkpoint, server, point.database, point.position, point.sealed, point.sealed_position
-            )
+        for server, p in points.items():
+            place = (p.database, p.position, p.sealed, p.sealed_position)
+            await connection.execute(sql.PUBLISH, checkpoint, server, *place, p.call, rollout)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
     async def _collect(
-        self, connection: asyncpg.Connection, rollout: str, server: str, head: Mapping[str, Any], inside: Inside
+        self, connection: asyncpg.Connection, inside: Inside, head: Mapping[str, Any], nonces: Sequence[uuid.UUID]
     ) -> None:
-        """Calls that are recorded inside and not yet in the journal: their gateway died between the two."""
-        rows = await inside.calls(head["collected"])
-        for call in (call for call in rows if call.rollout == rollout):
-            await connection.execute(sql.RECORD, *call_arguments(rollout, server, call), False)
-        if rows:
-            await connection.execute(sql.COLLECTED, head["name"], rows[-1].id)
-
-
-async def _total(inside: Inside, mark: Mark) -> int | None:
-    """What differs from the source, as a sum."""
-    return None if mark.digest is None else (mark.digest - await inside.origin_sum()) % state.MODULUS
+        """Calls that are recorded inside and not in the journal: their gateway died between the two."""
+        missing = {row["nonce"] for row in await connection.fetch(sql.UNRECORDED, nonces)}
+        for call in await inside.calls(head["collected"]) if missing else ():
+            if call.nonce in missing:
+                await connection.execute(sql.RECORD, *call_arguments(call), False)
 
 
 def _point(row: asyncpg.Record, total: int | None = None) -> Point:
     return Point(row["database"], row["position"], row["sealed"], row["sealed_position"], total)
 
 
-def _sealed_before(before: asyncpg.Record | None, head: Mapping[str, Any]) -> tuple[str | None, int | None]:
-    """The copy that the line's earlier checkpoint can be played on from, if its log is this one's too."""
-    if before is None or before["sealed"] is None:
-        return None, None
-    return before["sealed"], before["sealed_position"]
-
-
-def call_arguments(rollout: str, server: str, call: CallRow) -> tuple[Any, ...]:
+def call_arguments(call: CallRow) -> tuple[Any, ...]:
     return (
-        rollout,
-        server,
+        call.rollout,
+        call.server,
         call.tool,
         call.arguments,
         call.result,

@@ -9,6 +9,11 @@ HEAD = """select d.name, d.cluster, d.status, d.rewind_to, d.collected, d.lineag
     d.status = 'creating' and not megamcp.alive(d.owner) as orphaned
     from megamcp.databases d where d.rollout = $1 and d.server = $2"""
 
+# The same for a checkpoint, with the copy that the line's last checkpoint can be played on from.
+STANDING_HEAD = """select d.name, d.cluster, d.status, d.rewind_to, d.collected, d.lineage, s.sealed, s.sealed_position
+    from megamcp.databases d left join megamcp.snapshots s on s.checkpoint = $3 and s.server = d.server
+    where d.rollout = $1 and d.server = $2"""
+
 # Where a rollout that has no database of its own stands: no row is the state that the environment starts with.
 ORIGIN = """select s.database, s.position, s.sealed, s.sealed_position, d.cluster, d.lineage
     from megamcp.rollouts r join megamcp.snapshots s on s.checkpoint = r.checkpoint and s.server = $2
@@ -48,8 +53,15 @@ HEAD_READY = """update megamcp.databases d set status = 'ready', lineage = $4::j
     where d.name = $1 and d.status = 'creating' and d.rollout = r.id and r.status = 'open' and r.epoch = $2
       and r.checkpoint is not distinct from $3 returning d.name"""
 
-PUBLISH = """insert into megamcp.snapshots (checkpoint, server, database, position, sealed, sealed_position)
-    values ($1, $2, $3, $4, $5, $6)"""
+# Where a checkpoint's database stands; the journal has its calls up to $7.
+PUBLISH = """with told as (
+    update megamcp.databases set collected = greatest(collected, $7) where name = $3 and rollout = $8
+)
+insert into megamcp.snapshots (checkpoint, server, database, position, sealed, sealed_position)
+values ($1, $2, $3, $4, $5, $6)"""
+
+UNRECORDED = """select n.nonce from unnest($1::uuid[]) as n(nonce)
+    where not exists (select 1 from megamcp.events v where v.nonce = n.nonce)"""
 
 # After a rollback to checkpoint $2 each database of the rollout is told to go back, or is given up where the position
 # is not in its own log. Position 0 is in every log.
@@ -73,7 +85,6 @@ ABANDON = "update megamcp.databases set rollout = null, rewind_to = null where n
 SETTLED = "update megamcp.databases set rewind_to = null where name = $1 and rewind_to = $2"
 
 COLLECTED_UPTO = "select collected from megamcp.databases where name = $1"
-COLLECTED = "update megamcp.databases set collected = greatest(collected, $2) where name = $1"
 
 # The journal's row of a call that was recorded inside a database.
 RECORD = "select megamcp.record_call($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"

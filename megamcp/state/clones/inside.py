@@ -4,6 +4,7 @@ Works on a connection of the superuser that reads and writes schema megamcp alon
 by the database's hand (see `logins`): putting rows in, and turning them into JSON, may run functions of the user's.
 """
 
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -14,6 +15,10 @@ from megamcp.errors import Conflict
 from megamcp.state.clones import diffs
 from megamcp.state.clones.types import Bound, CallRow, Mark
 from megamcp.state.schema import TableDiff
+
+_FREEZE = """select m.*, (select o.sum from megamcp.marks o where o.position = 0) as origin,
+    array(select c.nonce from megamcp.calls c, megamcp.here h where c.id > $1 and c.rollout = h.rollout) as nonces
+  from megamcp.mark() m"""
 
 HandSession = Callable[[], AbstractAsyncContextManager[asyncpg.Connection]]
 
@@ -51,6 +56,13 @@ class Inside:
         row = await self.connection.fetchrow("select * from megamcp.mark()")
         total = None if row["sum"] is None else int(row["sum"])
         return Mark(row["position"], row["written"], row["exact"], total, row["call"])
+
+    async def freeze(self, after: int) -> tuple[Mark, int | None, list[uuid.UUID]]:
+        """A mark; the sum of what differs from the source; nonces of its rollout's calls with an id above `after`."""
+        row = await self.connection.fetchrow(_FREEZE, after)
+        total = None if row["sum"] is None else (int(row["sum"]) - int(row["origin"])) % (1 << 128)
+        mark = Mark(row["position"], row["written"], row["exact"], row["sum"] and int(row["sum"]), row["call"])
+        return mark, total, row["nonces"]
 
     async def bind(self, rollout: str, server: str, epoch: int) -> None:
         """Say whose database this is. Handles of anybody else, or of an older epoch, are refused from now on."""
