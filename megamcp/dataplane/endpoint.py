@@ -382,7 +382,8 @@ class Endpoint:
         progress = stream.event if stream is not None and call.progress_token is not None else None
         mirrored = request.head.mirrored if request.modern else None
         try:
-            return await self._calls.call(view, CallRequest(call, key, mirrored), progress)
+            reply = await self._calls.call(view, CallRequest(call, key, mirrored), progress)
+            return eras.complete(reply) if request.modern else reply
         except asyncio.CancelledError:
             if entry.reason is None:
                 raise

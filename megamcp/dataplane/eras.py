@@ -20,6 +20,9 @@ BATCHES = "2025-03-26"
 SERVER_KEY = "io.modelcontextprotocol/serverInfo"
 LIST_TTL_MS = 300_000
 
+_COMPLETE = b'"resultType":"complete"}'
+"""How results of our own servers end: seen without reading them."""
+
 _NAMED = {"tools/call": "name", "prompts/get": "name", "resources/read": "uri"}
 _ROUTING = frozenset({b"mcp-protocol-version", b"mcp-method", b"mcp-name"})
 _READ = _ROUTING | {
@@ -180,6 +183,18 @@ def list_result(tools: bytes, cursor: str | None, *, modern: bool) -> bytes:
     if modern:
         after += b',"resultType":"complete","ttlMs":%d,"cacheScope":"private"' % LIST_TTL_MS
     return b'{"tools":[%b]%b}' % (tools, after)
+
+
+def complete(reply: wire.Reply) -> wire.Reply:
+    """A result for a 2026-07-28 client: it wants a `resultType`, which servers of the handshake era don't know."""
+    body = reply.body
+    if reply.failed or body.endswith(_COMPLETE):
+        return reply
+    if b'"resultType"' in body and "resultType" in wire.read_members(body, "result"):
+        return reply
+    inner = body.lstrip()[1:]
+    comma = b"" if inner.lstrip()[:1] == b"}" else b","
+    return wire.Reply(b'{"resultType":"complete"' + comma + inner)
 
 
 def new_session(rollout: str) -> str:

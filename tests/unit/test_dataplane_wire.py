@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megamcp.dataplane import mirrored, wire
+from megamcp.dataplane import eras, mirrored, wire
 from megamcp.dataplane.asgi import accepts, is_json, origin_allowed
 from megamcp.dataplane.protocol import header_value
 from megamcp.dataplane.sse import SseReader, sse_event
@@ -155,3 +155,21 @@ def test_content_types_and_origins():
     assert not origin_allowed(b"null", ())
     assert not origin_allowed(b"http://[bad", ())
     assert origin_allowed(b"https://ui.example", ("https://ui.example",))
+
+
+@pytest.mark.parametrize(
+    ("result", "sent"),
+    [
+        (b"{}", b'{"resultType":"complete"}'),
+        (b' { "content" : [ ] }', b'{"resultType":"complete", "content" : [ ] }'),
+        (b'{"content":[{"resultType":1}]}', b'{"resultType":"complete","content":[{"resultType":1}]}'),
+        (b'{"resultType":"input_required"}', b'{"resultType":"input_required"}'),
+        (b'{"content":[],"resultType":"complete"}', b'{"content":[],"resultType":"complete"}'),
+    ],
+)
+def test_a_result_without_a_type_is_complete_for_a_modern_client(result: bytes, sent: bytes) -> None:
+    assert eras.complete(wire.Reply(result)).body == sent
+
+
+def test_an_error_gets_no_result_type() -> None:
+    assert eras.complete(wire.Reply(b'{"code":1}', failed=True)).body == b'{"code":1}'
