@@ -4,9 +4,13 @@ Texts (types, expressions, view bodies) are read with an empty search path, so e
 built-in carries its schema. This module only reads; `refuse` judges and `tables`, `views`, `triggers` generate.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import asyncpg
+
+from megamcp.state.expressions import mentions
+from megamcp.state.names import ROW, ident
 from megamcp.state.queries import named
 
 
@@ -25,12 +29,24 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """PRIMARY KEY, UNIQUE constraint or unique index over plain columns. Order of keys = PostgreSQL's checks."""
+    """PRIMARY KEY, UNIQUE constraint or unique index. Order of keys = PostgreSQL's checks."""
 
     name: str
-    columns: tuple[str, ...]
-    primary: bool
+    items: tuple[str, ...]  # quoted columns or expressions
+    columns: tuple[str, ...]  # names; "" for an expression
+    reads: tuple[str, ...]  # columns that items and predicate depend on
+    identifies: bool  # its columns are what tells rows apart
     nulls_equal: bool = False  # NULLS NOT DISTINCT
+    predicate: str | None = None
+    deferrable: bool = False
+    deferred: bool = False  # INITIALLY DEFERRED
+    primary: bool = False
+    number: int = 0  # of its events, among those of foreign keys
+
+    @property
+    def plain(self) -> bool:
+        """Over columns alone, of all rows."""
+        return all(self.columns) and self.predicate is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,9 @@ class ForeignKey:
     on_update: str  # a NO ACTION, r RESTRICT, c CASCADE, n SET NULL, d SET DEFAULT
     on_delete: str
     set_columns: tuple[str, ...]  # columns named by ON DELETE SET NULL/DEFAULT (…), else all
+    match_full: bool = False
+    deferrable: bool = False
+    deferred: bool = False  # INITIALLY DEFERRED
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +91,25 @@ class Table:
     keys: tuple[Key, ...]
     checks: tuple[Check, ...]
     indexes: tuple[Index, ...]
+    row: Column | None = None  # the hidden column that tells rows apart, where no key does
+    hashed: tuple[str, ...] = ()  # with `row`: columns whose types have a hash function
 
     @property
-    def primary(self) -> tuple[str, ...]:
-        return next(key.columns for key in self.keys if key.primary)
+    def identity(self) -> tuple[str, ...]:
+        """Columns that tell rows apart: of a key, or the hidden one."""
+        if self.row:
+            return (self.row.name,)
+        return next(key.columns for key in self.keys if key.identifies)
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The columns that a tool sees."""
         return tuple(column.name for column in self.columns)
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """`names` and the hidden column of `row`: what a version of a row consists of."""
+        return (*self.names, self.row.name) if self.row else self.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +178,14 @@ async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
                 equal_class=row["equal_class"],
             )
         )
+    foreign_keys = await conn.fetch(_SQL["foreign_keys"], schema)
+    not_null = {(name, column.name) for name, found in columns.items() for column in found if column.not_null}
     keys: dict[str, list[Key]] = {}
     indexes: dict[str, list[Index]] = {}
     for row in await conn.fetch(_SQL["indexes"], schema):
         size, names = row["indnkeyatts"], list(row["columns"])
         if row["indisunique"]:
-            keys.setdefault(row["table"], []).append(
-                Key(row["name"], tuple(names[:size]), row["indisprimary"], row["indnullsnotdistinct"])
-            )
+            keys.setdefault(row["table"], []).append(_key(row, tuple(c.name for c in columns[row["table"]])))
             continue
         leading: list[str] = []
         for name in names[:size]:
@@ -175,19 +205,30 @@ async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
     checks: dict[str, list[Check]] = {}
     for row in await conn.fetch(_SQL["checks"], schema):
         checks.setdefault(row["table"], []).append(Check(row["name"], row["expression"]))
-    tables = tuple(
-        Table(
-            number=number,
-            name=name,
-            columns=tuple(found),
-            keys=tuple(keys.get(name, ())),
-            checks=tuple(checks.get(name, ())),
-            indexes=tuple(indexes.get(name, ())),
+    number = len(foreign_keys)
+    for name, of_table in keys.items():
+        told = _tells(of_table, {column for table, column in not_null if table == name})
+        for n, key in enumerate(of_table):
+            number += 1
+            of_table[n] = replace(key, number=number, identifies=key is told)
+    row_class = await conn.fetchval(_SQL["row_class"])
+    tables: list[Table] = []
+    for number, (name, found) in enumerate(columns.items(), 1):
+        keyless = not any(key.identifies for key in keys.get(name, ()))
+        tables.append(
+            Table(
+                number=number,
+                name=name,
+                columns=tuple(found),
+                keys=tuple(keys.get(name, ())),
+                checks=tuple(checks.get(name, ())),
+                indexes=tuple(indexes.get(name, ())),
+                row=Column(ROW, "bigint", True, None, None, "", None, None, row_class) if keyless else None,
+                hashed=await _hashed(conn, found) if keyless else (),
+            )
         )
-        for number, (name, found) in enumerate(columns.items(), 1)
-    )
     return Catalog(
-        tables=tables,
+        tables=tuple(tables),
         foreign_keys=tuple(
             ForeignKey(
                 number=number,
@@ -199,12 +240,54 @@ async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
                 on_update=row["on_update"],
                 on_delete=row["on_delete"],
                 set_columns=tuple(row["set_columns"]),
+                match_full=row["match_full"],
+                deferrable=row["deferrable"],
+                deferred=row["deferred"],
             )
-            for number, row in enumerate(await conn.fetch(_SQL["foreign_keys"], schema), 1)
+            for number, row in enumerate(foreign_keys, 1)
         ),
         sequences=await _sequences(conn, schema),
         remakes=tuple(Remake(**dict(row)) for row in await conn.fetch(_SQL["remakes"], schema, ours)),
     )
+
+
+def _key(row: Any, names: tuple[str, ...]) -> Key:
+    size = row["indnkeyatts"]
+    columns = tuple(row["columns"][:size])
+    items = tuple(ident(name) if name else row["items"][n] for n, name in enumerate(columns))
+    texts = [item for item, name in zip(items, columns, strict=True) if not name]
+    mentioned = {name for text in [*texts, row["predicate"] or "true"] for name in mentions(text)}
+    return Key(
+        name=row["name"],
+        items=items,
+        columns=columns,
+        reads=tuple(name for name in names if name in columns or name in mentioned),
+        identifies=False,
+        nulls_equal=row["indnullsnotdistinct"],
+        predicate=row["predicate"],
+        deferrable=row["deferrable"],
+        deferred=row["deferred"],
+        primary=row["indisprimary"],
+    )
+
+
+def _tells(keys: list[Key], not_null: set[str]) -> Key | None:
+    """The key whose columns tell rows apart at every moment: none that is checked late, or lets nulls in."""
+    fit = [key for key in keys if key.plain and not key.deferrable and not_null.issuperset(key.columns)]
+    return min(fit, key=lambda key: not key.primary, default=None)
+
+
+async def _hashed(conn: Any, columns: list[Column]) -> tuple[str, ...]:
+    """Columns of types with a hash function (json, xml and the geometric types have none)."""
+    found: list[str] = []
+    for column in columns:
+        try:
+            async with conn.transaction():
+                await conn.execute(f"select hash_record_extended(row(null::{column.type}), 0)")
+            found.append(column.name)
+        except (asyncpg.UndefinedFunctionError, asyncpg.NotNullViolationError, asyncpg.CheckViolationError):
+            continue
+    return tuple(found)
 
 
 async def _sequences(conn: Any, schema: str) -> tuple[Sequence, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import postgast
 
-from megamcp.state import triggers
+from megamcp.state import keyless, probes, triggers
 from megamcp.state.catalog import Catalog, Column, Table
 from megamcp.state.names import LAYER, STAMP, body_quote, hidden, ident, literal
 from megamcp.state.tables import delta, match
@@ -99,7 +99,8 @@ declare
   _mm_bound text := megamcp.verified(true);
   _mm_chain bigint[] := split_part(_mm_bound, '|', 1)::bigint[];
   _mm_head bigint := split_part(_mm_bound, '|', 2)::bigint;
-  _mm_stamp bigint := nextval('megamcp.stamp_seq');
+  _mm_statement bigint := nextval('megamcp.stamp_seq');
+  _mm_this bigint;
   old {ident(visible)}.{ident(table.name)}%rowtype;
 begin
   for old in select * from {ident(visible)}.{ident(table.name)} loop
@@ -221,7 +222,7 @@ def _conflict(state: str, visible: str, catalog: Catalog, table: Table) -> str:
 
     hits = "".join(
         f"  if {literal(key.name)} = any (_mm_row._mm_arbiters) then\n"
-        f"    _mm_hit := _mm_hit or ({triggers.met(state, table, key)});\n  end if;\n"
+        f"    _mm_hit := _mm_hit or ({probes.clash(state, table, key, 'new', other=False)});\n  end if;\n"
         for key in table.keys
     )
     proposed = ", ".join(f"_mm_row.{ident(n)}" for n in table.names)
@@ -229,6 +230,12 @@ def _conflict(state: str, visible: str, catalog: Catalog, table: Table) -> str:
         f"      if {literal(c.name)} = any (_mm_row._mm_sets) then\n"
         f"        new.{ident(c.name)} := _mm_row.{set_column(n)};\n      end if;\n"
         for n, c in settable
+    )
+    written = (
+        f"not {keyless.untouched(state, table, '_mm_old')}"
+        if table.row
+        else f"exists (select from {delta(state, table.name)} _mm_d where _mm_d.{LAYER} = _mm_head\n"
+        f"          and {match('_mm_d', '_mm_old', table.identity)} and _mm_d.{STAMP} = _mm_statement)"
     )
     touched = f"  if not found then\n    {_TWICE}  end if;\n"
     body = f"""  declare
@@ -248,8 +255,7 @@ def _conflict(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     elsif _mm_row._mm_found is null then
       {_TWICE}
     elsif _mm_row._mm_wanted is not true then
-      if exists (select from {delta(state, table.name)} _mm_d where _mm_d.{LAYER} = _mm_head
-          and {match("_mm_d", "_mm_old", table.primary)} and _mm_d.{STAMP} = _mm_stamp) then
+      if {written} then
         {_TWICE}
       end if;
       return null;

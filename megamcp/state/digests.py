@@ -7,7 +7,7 @@ unchanged adds nothing. Counters (sequences, clock, random position) are left ou
 """
 
 from megamcp.state.catalog import Table
-from megamcp.state.names import DELETED, LAYER, STAMP, ident, idents, literal
+from megamcp.state.names import DELETED, LAYER, ROW, STAMP, ident, idents, literal
 from megamcp.state.tables import base, delta, match
 
 _SETTINGS = """set search_path = pg_catalog, pg_temp set datestyle = 'ISO, YMD' set timezone = 'UTC'
@@ -22,20 +22,20 @@ def _hash(state: str, table: Table, alias: str) -> str:
     return f'{ident(state)}."~hash"({literal(table.name)} || chr(31) || row({_columns(table, alias)})::text)'
 
 
-def below(state: str, table: Table, row: str, layers: str, columns: str) -> str:
+def below(state: str, table: str, names: tuple[str, ...], key: tuple[str, ...], row: str, layers: str, get: str) -> str:
     """Sub-select: the row with the key of `row` that the chain `layers` shows (no rows when it shows none).
 
-    `columns` is the select list over alias `_mm_x`. The base's row counts when no layer holds the key.
+    `get` is the select list over alias `_mm_x`. The base's row counts when no layer holds the key.
     """
-    b, d = base(state, table.name), delta(state, table.name)
-    names = idents(table.names)
-    return f"""(select {columns} from (
+    b, d = base(state, table), delta(state, table)
+    listed = idents(names)
+    return f"""(select {get} from (
       select * from (
-        (select {names}, {DELETED} from {d} _mm_p
-         where _mm_p.{LAYER} = any ({layers}) and {match("_mm_p", row, table.primary)}
+        (select {listed}, {DELETED} from {d} _mm_p
+         where _mm_p.{LAYER} = any ({layers}) and {match("_mm_p", row, key)}
          order by _mm_p.{LAYER} desc limit 1)
         union all
-        select {names}, {DELETED} from {b} _mm_p where {match("_mm_p", row, table.primary)}
+        select {listed}, {DELETED} from {b} _mm_p where {match("_mm_p", row, key)}
       ) _mm_u limit 1) _mm_x where not _mm_x.{DELETED})"""
 
 
@@ -48,7 +48,7 @@ def freeze(state: str, tables: tuple[Table, ...]) -> str:
   if _count > 0 then
     rows := rows + _count;
     select sum(case when d.{DELETED} then 0 else {_hash(state, t, "d")} end
-               - coalesce({below(state, t, "d", "below", _hash(state, t, "_mm_x"))}, 0))
+               - coalesce({below(state, t.name, t.names, t.identity, "d", "below", _hash(state, t, "_mm_x"))}, 0))
     into _part from {delta(state, t.name)} d where d.{LAYER} = head;
     digest := digest + _part;
   end if;"""
@@ -79,28 +79,44 @@ end $body$;
 """
 
 
-def diff(state: str, table: Table, limit: int) -> str:
+def diff(state: str, table: str, names: tuple[str, ...], key: tuple[str, ...], limit: int) -> str:
     """Query over ($1 chain a, $2 chain b, $3): before, after (JSON) of keys whose effective row differs, and the total.
 
     $3 is the last layer that both points have in common, 0 if there is none. What differs was written after it, so the
     newest row of its key, on one chain or the other, comes from a later layer. A squashed row says which it came from.
     """
-    d = delta(state, table.name)
-    key = idents(table.primary)
-    one = f"row_to_json(_mm_v)::text from (select {idents(table.names, '_mm_x')}) _mm_v"
-    before = below(state, table, "_mm_k", "$1::bigint[]", f"(select {one})")
-    after = below(state, table, "_mm_k", "$2::bigint[]", f"(select {one})")
-    text = f"row({_columns(table, '_mm_x')})::text"
-    same = (
-        f"{below(state, table, '_mm_k', '$1::bigint[]', text)} is distinct from "
-        f"{below(state, table, '_mm_k', '$2::bigint[]', text)}"
-    )
-    return f"""
-with _mm_k as (
-  select distinct {key} from {d} where {LAYER} = any (array(
+    d = delta(state, table)
+    listed = idents(key)
+    before, after = (f"${n}::bigint[]" for n in (1, 2))
+
+    def shown(chain: str, get: str) -> str:
+        return below(state, table, names, key, "_mm_k", chain, get)
+
+    changed = f"""_mm_k as (
+  select distinct {listed} from {d} where {LAYER} = any (array(
     select layer from unnest($1::bigint[] || $2::bigint[]) u(layer) where layer > $3 group by layer having count(*) = 1
   )) and ({STAMP} >= 0 or -{STAMP} > $3)
-), _mm_c as materialized (select {key} from _mm_k where {same})
-select {before} as before, {after} as after, (select count(*) from _mm_c) as total
-from (select * from _mm_c order by {key} limit {limit}) _mm_k
+)"""
+    one = f"row_to_json(_mm_v)::text from (select {idents(names, '_mm_x')}) _mm_v"
+    text = f"row({idents(names, '_mm_x')})::text"
+    if key == (ROW,):
+        sides = " union all ".join(
+            f"select {count} as n, {shown(chain, f'array[{text}, (select {one})]')} as version from _mm_k"
+            for chain, count in ((before, -1), (after, 1))
+        )
+        return f"""
+with {changed}, _mm_c as materialized (
+  select min(version[2]) as version, sum(n) as n from ({sides}) _mm_s where version is not null
+  group by version[1] having sum(n) <> 0 order by version[1]
+)
+select case when n < 0 then version end as before, case when n > 0 then version end as after,
+  (select sum(abs(n)) from _mm_c)::bigint as total
+from _mm_c, generate_series(1, abs(n)) limit {limit}
+"""
+    same = f"{shown(before, text)} is distinct from {shown(after, text)}"
+    return f"""
+with {changed}, _mm_c as materialized (select {listed} from _mm_k where {same})
+select {shown(before, f"(select {one})")} as before, {shown(after, f"(select {one})")} as after,
+  (select count(*) from _mm_c) as total
+from (select * from _mm_c order by {listed} limit {limit}) _mm_k
 """

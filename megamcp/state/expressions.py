@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import postgast
 from postgast import pg_query_pb2 as pb
 
-from megamcp.state.catalog import Table
 from megamcp.state.names import ident
+
+if TYPE_CHECKING:
+    from megamcp.state.catalog import Table
 
 # Types whose `=` is equality of bytes, so that IS DISTINCT FROM tells every change.
 _BYTEWISE = re.compile(
@@ -16,7 +19,7 @@ _BYTEWISE = re.compile(
 )
 
 
-def changed(table: Table, columns: Iterable[str], left: str, right: str) -> str:
+def changed(table: "Table", columns: Iterable[str], left: str, right: str) -> str:
     """True when a column's value differs between two records, if only in its bytes (numeric 1.0 and 1.00)."""
     types = {column.name: column.type for column in table.columns}
     tests: list[str] = []
@@ -31,6 +34,11 @@ def changed(table: Table, columns: Iterable[str], left: str, right: str) -> str:
 
 def over_new(text: str, columns: tuple[str, ...]) -> str | None:
     """`text` with each column `c` as `new.c`; None when it holds the whole row, which NEW can't stand for."""
+    return over(text, columns, "new")
+
+
+def over(text: str, columns: tuple[str, ...], record: str) -> str | None:
+    """`text` with each column `c` as `record.c`; None when it holds the whole row, which a record can't stand for."""
     tree = postgast.parse(f"select {text}")
     for reference in postgast.find_nodes(tree, pb.ColumnRef):
         fields = [f.string.sval if f.HasField("string") else None for f in reference.fields]
@@ -40,10 +48,17 @@ def over_new(text: str, columns: tuple[str, ...]) -> str | None:
         column.CopyFrom(reference.fields[0])
         del reference.fields[:]
         lead = reference.fields.add()
-        lead.string.sval = "new"
+        lead.string.sval = record
         reference.fields.add().CopyFrom(column)
     deparsed: str = postgast.deparse(tree)
     return deparsed.removeprefix("SELECT ").strip()
+
+
+def mentions(text: str) -> set[str]:
+    """The columns that an expression names."""
+    tree = postgast.parse(f"select {text}")
+    fields = [reference.fields[0] for reference in postgast.find_nodes(tree, pb.ColumnRef)]
+    return {field.string.sval for field in fields if field.HasField("string")}
 
 
 def over_sequences(text: str, call: Callable[[str], tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""SQL of foreign keys: probes while rows move, a queue for what only the end of the statement can decide.
+"""SQL of foreign keys: probes while rows move, a queue for what only the end of the statement or call can decide.
 
 PostgreSQL checks and cascades after the statement, one event a row and foreign key, and appends the events of
 cascaded statements to the same queue. So does this:
@@ -10,10 +10,12 @@ cascaded statements to the same queue. So does this:
 - The outermost AFTER STATEMENT trigger of a level drains its queue in order; cascades are plain DML through the views,
   whose triggers append to the queue and leave the draining to it.
 
+- What belongs to a deferrable constraint goes on from the queue to a table of the constraint's own (`_late`).
+
 The queue is an unlogged table with rows of running transactions only (told apart by backend).
 """
 
-from megamcp.state import probes
+from megamcp.state import probes, unique
 from megamcp.state.catalog import Catalog, ForeignKey, Table
 from megamcp.state.expressions import changed
 from megamcp.state.names import body_quote, ident, literal
@@ -30,16 +32,23 @@ def queue(state: str) -> str:
     return f"""
 create unlogged table {s}."~queue" (
   id bigint generated always as identity primary key, backend int not null default pg_backend_pid(),
-  number int not null, event "char" not null, before text, after text,
+  number int not null, event "char" not null, before text, after text, row bigint,
   level text not null default coalesce(current_setting('megamcp.level', true), '')
 );
 create index on {s}."~queue" (backend, id);
-create function {s}."~enqueue"(_number int, _event "char", _before text, _after text) returns void {_HEAD} $body$
+create function {s}."~enqueue"(_number int, _event "char", _before text, _after text, _row bigint) returns void
+{_HEAD} $body$
 begin
-  insert into {s}."~queue" (number, event, before, after) values (_number, _event, _before, _after);
+  insert into {s}."~queue" (number, event, before, after, row) values (_number, _event, _before, _after, _row);
   perform set_config('megamcp.queued', 'on', true);
 end $body$;
 """
+
+
+def enqueue(state: str, table: Table, number: int, event: str, before: str, after: str) -> str:
+    """The call, in a row trigger; `before` and `after` are SQL: rows as text."""
+    row = "_mm_this" if table.row else "null"
+    return f"{ident(state)}.\"~enqueue\"({number}, '{event}', {before}, {after}, {row})"
 
 
 def _new(columns: tuple[str, ...]) -> list[str]:
@@ -53,16 +62,17 @@ def on_write(state: str, visible: str, catalog: Catalog, table: Table, *, update
         if foreign.table != table.name:
             continue
         values = _new(foreign.columns)
-        conditions = [f"{v} is not null" for v in values]
+        listed = ", ".join(values)
+        conditions = [f"num_nonnulls({listed}) > 0"] if foreign.match_full else [f"{v} is not null" for v in values]
         if update:
             olds = ", ".join(f"old.{ident(c)}" for c in foreign.columns)
-            conditions.append(f"row({', '.join(values)}) is distinct from row({olds})")
+            conditions.append(f"row({listed}) is distinct from row({olds})")
         parent = catalog.table(foreign.parent)
-        conditions.append(f"({_SEVERAL} or not {probes.parent_row(state, parent, foreign, values)})")
-        lines.append(
-            f"  if {' and '.join(conditions)} then\n"
-            f"    perform {ident(state)}.\"~enqueue\"({foreign.number}, 'c', null, new::text);\n  end if;\n"
-        )
+        if not foreign.deferrable:  # else whatever else is queued before it is due may be told first
+            mixed = f"num_nulls({listed}) > 0 or " if foreign.match_full else ""
+            conditions.append(f"({mixed}{_SEVERAL} or not {probes.parent_row(state, parent, foreign, values)})")
+        queued = enqueue(state, table, foreign.number, "c", "null", "new::text")
+        lines.append(f"  if {' and '.join(conditions)} then\n    perform {queued};\n  end if;\n")
     return "".join(lines)
 
 
@@ -81,14 +91,12 @@ def on_leave(state: str, catalog: Catalog, table: Table, *, update: bool) -> str
         conditions = [f"{v} is not null" for v in olds]
         if update:
             conditions.append(changed(table, foreign.parent_columns, "old", "new"))
-        else:
+        elif not (foreign.deferrable and foreign.on_delete == "a"):
             referred = probes.child_row(state, catalog.table(foreign.table), foreign, olds)
             conditions.append(f"({referred} or {_SEVERAL})")
         event, after = ("u", "new::text") if update else ("d", "null")
-        lines.append(
-            f"  if {' and '.join(conditions)} then\n"
-            f"    perform {ident(state)}.\"~enqueue\"({foreign.number}, '{event}', old::text, {after});\n  end if;\n"
-        )
+        queued = enqueue(state, table, foreign.number, event, "old::text", after)
+        lines.append(f"  if {' and '.join(conditions)} then\n    perform {queued};\n  end if;\n")
     return "".join(lines)
 
 
@@ -96,10 +104,20 @@ def drain(state: str, visible: str, catalog: Catalog) -> str:
     """One function a foreign key, and the loop that takes events off the queue."""
     s = ident(state)
     parts = [_event_function(state, visible, catalog, foreign) for foreign in catalog.foreign_keys]
-    arms = "".join(
-        f'      when {f.number} then perform {s}."~event {f.number}"(_event.event, _event.before, _event.after);\n'
-        for f in catalog.foreign_keys
-    )
+    arms = ""
+    for foreign in catalog.foreign_keys:
+        now = ""
+        if foreign.deferrable:
+            parts.append(_late(state, visible, foreign.number, foreign.name, foreign.deferred))
+            late = ["'c'"] + [f"'{e}'" for e, a in (("u", foreign.on_update), ("d", foreign.on_delete)) if a == "a"]
+            if len(late) < 3:
+                now = f"if _event.event not in ({', '.join(late)}) then {_call(s, foreign.number)} else "
+            now += _put_off(visible, foreign.number) + (" end if;" if now else "")
+        arms += f"      when {foreign.number} then {now or _call(s, foreign.number)}\n"
+    for table, key in unique.late_keys(catalog):
+        parts.append(unique.event_function(state, visible, table, key))
+        parts.append(_late(state, visible, key.number, key.name, key.deferred))
+        arms += f"      when {key.number} then {_put_off(visible, key.number)}\n"
     calls = f"    case _event.number\n{arms}    end case;\n" if arms else ""
     body = f"""declare
   _event record;
@@ -131,6 +149,39 @@ end"""
     return "".join(parts)
 
 
+_EVENT = "_event.event, _event.before, _event.after, _event.row"
+
+
+def _call(s: str, number: int) -> str:
+    return f'perform {s}."~event {number}"({_EVENT});'
+
+
+def _put_off(visible: str, number: int) -> str:
+    return f'insert into {ident(visible)}."~late {number}" (event, before, after, row) values ({_EVENT});'
+
+
+def _late(state: str, visible: str, number: int, name: str, deferred: bool) -> str:
+    """Events of a deferrable constraint come to a table that has a deferrable trigger of the constraint's name.
+
+    So PostgreSQL itself says when the constraint is due: now, at SET CONSTRAINTS or at COMMIT, in savepoints too. The
+    table stands in v_<h>, where SET CONSTRAINTS looks the name up; nobody but the owner has a right on it.
+    """
+    s, late = ident(state), f'{ident(visible)}."~late {number}"'
+    return f"""
+create unlogged table {late} (
+  id bigint generated always as identity primary key, event "char", before text, after text, row bigint
+);
+create function {s}."~late {number}"() returns trigger {_HEAD} $body$
+begin
+  delete from {late} q where q.id = new.id;
+  perform {s}."~event {number}"(new.event, new.before, new.after, new.row);
+  return null;
+end $body$;
+create constraint trigger {ident(name)} after insert on {late}
+  deferrable initially {"deferred" if deferred else "immediate"} for each row execute function {s}."~late {number}"();
+"""
+
+
 def _detail(columns: tuple[str, ...], record: str, tail: str) -> str:
     values = " || ', ' || ".join(f"megamcp.shown({record}.{ident(c)})" for c in columns)
     names = ", ".join(columns)
@@ -151,22 +202,32 @@ def _event_function(state: str, visible: str, catalog: Catalog, foreign: Foreign
         visible,
         foreign,
         "23503",
-        f'insert or update on table "{child.name}" violates foreign key constraint "{foreign.name}"',
+        _missing(child, foreign),
         _detail(foreign.columns, "_c", f'is not present in table "{parent.name}".'),
     )
-    current = " and ".join(f"_t.{ident(n)} = _c.{ident(n)}" for n in dict.fromkeys((*child.primary, *foreign.columns)))
+    mixed = ""
+    if foreign.match_full and len(foreign.columns) > 1:
+        text = "MATCH FULL does not allow mixing of null and nonnull key values."
+        raised = _raise(visible, foreign, "23503", _missing(child, foreign), literal(text))
+        listed = ", ".join(f"_c.{ident(n)}" for n in foreign.columns)
+        mixed = f"if num_nulls({listed}) > 0 then\n      {raised}\n    end if;"
     values = [f"_c.{ident(n)}" for n in foreign.columns]
     body = f"""#variable_conflict use_column
 declare
-  _mm_chain bigint[] := megamcp.chain();
+  _mm_bound text := megamcp.verified(true);
+  _mm_chain bigint[] := split_part(_mm_bound, '|', 1)::bigint[];
+  _mm_head bigint := split_part(_mm_bound, '|', 2)::bigint;
   _c {c}%rowtype;
   _o {p}%rowtype;
   _n {p}%rowtype;
 begin
   if _event = 'c' then
     _c := _after;
-    if not {probes.parent_row(state, parent, foreign, values)}
-       and exists (select from {c} _t where {current}) then
+    if not {probes.is_current(state, child, "_c", foreign.columns)} then
+      return;
+    end if;
+    {mixed}
+    if not {probes.parent_row(state, parent, foreign, values)} then
       {missing}
     end if;
     return;
@@ -180,9 +241,13 @@ begin
   end if;
 end"""
     return (
-        f'create function {ident(state)}."~event {foreign.number}"(_event "char", _before text, _after text) '
-        f"returns void {_HEAD} {body_quote(body)};\n"
+        f'create function {ident(state)}."~event {foreign.number}"(_event "char", _before text, _after text, '
+        f"_mm_this bigint) returns void {_HEAD} {body_quote(body)};\n"
     )
+
+
+def _missing(child: Table, foreign: ForeignKey) -> str:
+    return f'insert or update on table "{child.name}" violates foreign key constraint "{foreign.name}"'
 
 
 def _action(state: str, visible: str, catalog: Catalog, foreign: ForeignKey, action: str, *, update: bool) -> str:

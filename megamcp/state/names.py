@@ -10,6 +10,7 @@ LAYER = "_mm_layer"
 DELETED = "_mm_deleted"
 STAMP = "_mm_stamp"  # the statement that wrote the row last
 OVER = "_mm_over"  # layer of the version of the same key that this row replaces: 0 the base's, -1 none
+ROW = "_mm_row"  # what tells rows apart in a table without a key that does
 RESERVED_PREFIX = "_mm_"
 
 _LIMIT = 63

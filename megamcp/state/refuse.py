@@ -255,6 +255,9 @@ def judge_catalog(found: Catalog) -> list[Problem]:
         )
         expressions = [(check.name, check.expression) for check in table.checks]
         expressions += [(c.name, c.generated) for c in table.columns if c.generated]
+        for key in table.keys:
+            texts = [item for item, name in zip(key.items, key.columns, strict=True) if not name]
+            expressions += [(key.name, text) for text in [*texts, *((key.predicate,) if key.predicate else ())]]
         problems.extend(
             Problem(
                 "expression over a whole row", f"{table.name}.{name}", "NEW can't stand for it", "Name the columns."

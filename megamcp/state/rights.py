@@ -125,6 +125,9 @@ def grants(state: str, visible: str, catalog: Catalog, roles: tuple[str, str, st
     s, v = ident(state), ident(visible)
     owner, view, tool, query = map(ident, roles)
     writable = ", ".join(f"{v}.{ident(table.name)}" for table in catalog.tables)
+    shown = [*(table.name for table in catalog.tables), *(made.name for made in catalog.remakes if made.kind == "view")]
+    readable = ", ".join(f"{v}.{ident(name)}" for name in shown)
+    reads = f"grant select on {readable} to {tool}, {query};" if shown else ""
     shared = f"{view}, {tool}, {query}"
     changes = f"grant insert, update, delete on {writable} to {tool};" if writable else ""
     return f"""
@@ -133,7 +136,7 @@ revoke all on all functions in schema {s}, {v} from public;
 grant execute on all functions in schema {v} to {owner}, {shared};
 grant execute on function megamcp.chain_with_base(), megamcp.chain(), megamcp.prf(bigint, bigint),
   megamcp.dear(bigint, bigint) to {tool}, {query};
-grant select on all tables in schema {v} to {tool}, {query};
+{reads}
 {changes}
 grant execute on function {s}."~draw"(), {s}."~now"(), {s}."~below"(numeric), {s}."~uuid"(bytea, int),
   {s}."~sequence"(text), {s}."~missing"(text), {s}."~unset"(text) to {shared};

@@ -35,12 +35,15 @@ from megamcp.state import (
     views,
 )
 from megamcp.state import clock as clocks
-from megamcp.state.names import LAYER, hidden, ident, literal
+from megamcp.state.names import LAYER, ROW, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 7
+COMPILER_VERSION = 8
 _ATTEMPTS = 20
 MODULUS = 1 << 128
+
+_DEFERRABLE = """select string_agg(format('%I.%I', $1::text, conname), ', ') from pg_constraint
+ where connamespace = $1::text::regnamespace and condeferrable"""
 
 Progress = Callable[[str, int, int], None]
 
@@ -50,6 +53,11 @@ class TableInfo:
     name: str
     columns: tuple[str, ...]
     primary: tuple[str, ...]
+    """What tells rows apart: columns of a key, or the hidden `_mm_row`."""
+
+    @property
+    def keyless(self) -> bool:
+        return self.primary == (ROW,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class TableDiff:
-    """Rows as JSON objects, in key order. `total` counts all differing keys; `truncated` says some were left out."""
+    """Rows as JSON objects, in key order. `total` counts all differing keys; `truncated` says some were left out.
+
+    Where no key tells rows apart, a changed row is one removed and one added, as often as it is there.
+    """
 
     added: tuple[dict[str, Any], ...]
     removed: tuple[dict[str, Any], ...]
@@ -230,7 +241,7 @@ async def _compile(
         rights.released(s, v, view) + rights.grants(s, v, found, (owner, view, made.tool_role, made.query_role))
     )
     await _no_temporary_tables(conn, made.tool_role)
-    state = replace(made, tables=tuple(TableInfo(t.name, t.names, t.primary) for t in found.tables))
+    state = replace(made, tables=tuple(TableInfo(t.name, t.names, t.identity) for t in found.tables))
     await conn.execute(f"comment on schema {ident(s)} is {literal(json.dumps(state.to_json()))}")
     for done, table in enumerate(found.tables):
         progress("analyze", done, len(found.tables))
@@ -247,6 +258,9 @@ async def _run(conn: Any, v: str, statements: Sequence["refuse.Prepared"], progr
             await rights.as_view(conn, v, statement)
             done += 1
             progress("run", done, total)
+    late = await conn.fetchval(_DEFERRABLE, v)
+    if late:
+        await rights.as_view(conn, v, f"set constraints {late} immediate")
     await conn.execute("set local search_path = ''")
 
 
@@ -271,8 +285,8 @@ async def _build(conn: Any, made: SchemaState, found: catalog.Catalog, progress:
             conn,
             s,
             tables.create(s, v, table)
-            + tables.ballast(s, table)
             + tables.indexes(s, found, table)
+            + tables.ballast(s, table)
             + tables.policy(s, table, made.view_role),
         )
     await rights.as_owner(conn, s, await companions.shapes(conn, v, found))
@@ -397,15 +411,8 @@ async def diff(
     """
     found: dict[str, TableDiff] = {}
     for info in state.tables:
-        table = catalog.Table(
-            0,
-            info.name,
-            tuple(catalog.Column(n, "", False, None, None, "", None, None) for n in info.columns),
-            (catalog.Key("", info.primary, True),),
-            (),
-            (),
-        )
-        rows = await conn.fetch(digests.diff(state.hidden_schema, table, limit), list(a), list(b), common)
+        query = digests.diff(state.hidden_schema, info.name, info.columns, info.primary, limit)
+        rows = await conn.fetch(query, list(a), list(b), common)
         if not rows:
             continue
         pairs = [(_row(r["before"]) if r["before"] else None, _row(r["after"]) if r["after"] else None) for r in rows]

@@ -5,19 +5,20 @@ Three INSTEAD OF row triggers a table, and a statement trigger before and after.
 - The order of PostgreSQL's checks: NOT NULL by column, CHECK by name, is the row still untouched, unique keys by
   index, foreign keys. Same SQLSTATE, constraint name, table, column, message and detail.
 - A row is touched once a command. Each statement draws a stamp; the head's row of a key carries the stamp of
-  the statement that wrote it last; a second match finds its own stamp and returns NULL (21000 in a MERGE).
+  the statement that wrote it last; a second match finds its own stamp and returns NULL (21000 in a MERGE). Where no
+  key tells rows apart, a match takes one of the rows that look alike and lack the stamp.
 - Two data-modifying parts of one command on one table can't be told apart by stamps, so they are refused (0A000).
 - A delete leaves a tombstone with the whole old row: domains that forbid null hold there too.
 
 Foreign keys end in `foreign_keys`; what can't be decided while rows still move waits there for the statement's end.
 """
 
-from megamcp.state import clock, foreign_keys, probes
+from megamcp.state import clock, foreign_keys, keyless, probes, unique
 from megamcp.state.catalog import Catalog, Column, Key, Table
 from megamcp.state.expressions import changed as differs
 from megamcp.state.expressions import over_new, over_sequences
 from megamcp.state.names import DELETED, LAYER, OVER, STAMP, body_quote, hidden, ident, idents, literal
-from megamcp.state.tables import delta, match
+from megamcp.state.tables import delta
 
 HEAD = """language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan as"""
@@ -120,15 +121,6 @@ def level_mark(number: int) -> str:
     return ident(f"~{number}")
 
 
-def _violation(visible: str, table: Table, code: str, message: str, detail: str, **place: str) -> str:
-    """A RAISE with the fields PostgreSQL would set. `message` and `detail` are SQL expressions."""
-    fields = "".join(f", {name} = {literal(value)}" for name, value in place.items())
-    return (
-        f"raise exception using errcode = {literal(code)}, message = {message}, detail = {detail},\n"
-        f"      schema = {literal(visible)}, table = {literal(table.name)}{fields};"
-    )
-
-
 def _failing_row(table: Table) -> str:
     values = ", ".join(f"megamcp.shown(new.{ident(c)})" for c in table.names)
     return f"megamcp.failing_row(variadic array[{values}])"
@@ -217,46 +209,38 @@ def row_checks(visible: str, table: Table) -> str:
     for column in table.columns:
         if column.not_null:
             text = f'null value in column "{column.name}" of relation "{table.name}" violates not-null constraint'
-            raised = _violation(visible, table, "23502", literal(text), _failing_row(table), column=column.name)
+            raised = unique.violation(visible, table, "23502", literal(text), _failing_row(table), column=column.name)
             lines.append(f"  if new.{ident(column.name)} is null then\n    {raised}\n  end if;\n")
     for check in table.checks:
         text = f'new row for relation "{table.name}" violates check constraint "{check.name}"'
-        raised = _violation(visible, table, "23514", literal(text), _failing_row(table), constraint=check.name)
+        raised = unique.violation(visible, table, "23514", literal(text), _failing_row(table), constraint=check.name)
         lines.append(f"  if ({over_new(check.expression, table.names)}) is false then\n    {raised}\n  end if;\n")
     return "".join(lines)
 
 
-def key_detail(columns: tuple[str, ...], record: str, tail: str, *, quoted: bool) -> str:
-    """SQL expression: `Key (a, b)=(1, x) tail`."""
-    names = ", ".join(_as_needed(c) if quoted else c for c in columns)
-    values = " || ', ' || ".join(f"coalesce(megamcp.shown({record}.{ident(c)}), 'null')" for c in columns)
-    return f"{literal(f'Key ({names})=(')} || {values} || {literal(f') {tail}')}"
-
-
-def _as_needed(name: str) -> str:
-    plain = name.isascii() and name.replace("_", "a").isalnum() and name == name.lower() and not name[0].isdigit()
-    return name if plain else ident(name)
-
-
-def met(state: str, table: Table, key: Key, *, but: bool = False) -> str:
-    """True when the chain shows a row that has the key of NEW; `but` leaves out the row of NEW's own primary key."""
-    values = [f"new.{ident(c)}" for c in key.columns]
-    if key.primary:
-        return probes.by_key(state, table, values)
-    found = probes.by_columns(
-        state, table, key.columns, values, but="new" if but else None, nulls_equal=key.nulls_equal
-    )
-    return found if key.nulls_equal else " and ".join([*(f"{v} is not null" for v in values), found])
-
-
 def _unique(state: str, visible: str, table: Table, key: Key, *, but: bool, changed: bool) -> str:
-    found = met(state, table, key, but=but)
+    """A clash with another row is an error at once; one with a key that is checked late is looked at again then."""
+    found = probes.clash(state, table, key, "new", other=but)
     if changed:
-        found = f"{differs(table, key.columns, 'new', 'old')} and {found}"
-    text = literal(f'duplicate key value violates unique constraint "{key.name}"')
-    detail = key_detail(key.columns, "new", "already exists.", quoted=True)
-    raised = _violation(visible, table, "23505", text, detail, constraint=key.name)
-    return f"  if {found} then\n    {raised}\n  end if;\n"
+        found = f"{differs(table, key.reads, 'new', 'old')} and {found}"
+    if not key.deferrable:
+        then = unique.refused(visible, table, key, "new")
+    elif key.primary:
+        then = f"perform {foreign_keys.enqueue(state, table, key.number, 'k', 'null', 'new::text')};"
+    else:
+        then = f"_mm_late := _mm_late || {key.number};"
+    return f"  if {found} then\n    {then}\n  end if;\n"
+
+
+def _late(state: str, table: Table) -> str:
+    """Queues clashes of UNIQUE: PostgreSQL's triggers sort by name, PK_…, RI_… (foreign keys), Unique_…"""
+    keys = [key for key in table.keys if key.deferrable and not key.primary]
+    lines = [
+        f"  if {key.number} = any (_mm_late) then\n"
+        f"    perform {foreign_keys.enqueue(state, table, key.number, 'k', 'null', 'new::text')};\n  end if;\n"
+        for key in keys
+    ]
+    return "".join(lines)
 
 
 def _write(state: str, table: Table, record: str, deleted: bool, *, once: bool) -> str:
@@ -265,22 +249,24 @@ def _write(state: str, table: Table, record: str, deleted: bool, *, once: bool) 
     `once` is also what tells a row that was there before from a new one: the version it replaces is the newest one
     of a lower layer, or the base's. A row that the head holds already keeps what it replaces.
     """
-    names, d = idents(table.names), delta(state, table.name)
+    d = delta(state, table.name)
+    values = idents(table.names, record) + (", _mm_this" if table.row else "")
     sets = [f"{ident(c)} = excluded.{ident(c)}" for c in table.names]
     sets += [f"{DELETED} = excluded.{DELETED}", f"{STAMP} = excluded.{STAMP}"]
     guard = f"\n    where _mm_d.{STAMP} <> excluded.{STAMP}" if once else ""
     nothing = 0 if once else -1
     older = f"_mm_p.{LAYER} = any (_mm_chain) and _mm_p.{LAYER} < _mm_head"
-    same = match("_mm_p", record, table.primary)
     over = (
         f"case when cardinality(_mm_chain) = 2 then {nothing} else coalesce((\n"
-        f"      select _mm_p.{LAYER} from {d} _mm_p where {older} and {same}\n"
+        f"      select _mm_p.{LAYER} from {d} _mm_p where {older} and {probes.is_row(table, '_mm_p', record)}\n"
         f"      order by _mm_p.{LAYER} desc limit 1), {nothing}) end"
     )
+    if table.row and not once:
+        over = "-1"
     return (
-        f"  insert into {d} as _mm_d ({names}, {LAYER}, {DELETED}, {STAMP}, {OVER})\n"
-        f"  values ({idents(table.names, record)}, _mm_head, {str(deleted).lower()}, _mm_stamp,\n    {over})\n"
-        f"  on conflict ({LAYER}, {idents(table.primary)}) do update set {', '.join(sets)}{guard};\n"
+        f"  insert into {d} as _mm_d ({idents(table.stored)}, {LAYER}, {DELETED}, {STAMP}, {OVER})\n"
+        f"  values ({values}, _mm_head, {str(deleted).lower()}, _mm_statement,\n    {over})\n"
+        f"  on conflict ({LAYER}, {idents(table.identity)}) do update set {', '.join(sets)}{guard};\n"
     )
 
 
@@ -302,7 +288,9 @@ declare
   _mm_chain bigint[] := split_part(_mm_bound, '|', 1)::bigint[];
   _mm_head bigint := split_part(_mm_bound, '|', 2)::bigint;
   _mm_done text;
-  _mm_stamp bigint := current_setting('megamcp.t{table.number}')::bigint;
+  _mm_this bigint;
+  _mm_late int[];
+  _mm_statement bigint := current_setting('megamcp.t{table.number}')::bigint;
 begin
 {body}end"""
     return (
@@ -323,49 +311,55 @@ def insert_body(state: str, visible: str, catalog: Catalog, table: Table, *, ide
 def inserted(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     """The checked row of NEW comes into the head."""
     return (
-        "".join(_unique(state, visible, table, key, but=False, changed=False) for key in table.keys)
+        ("  _mm_this := nextval('megamcp.stamp_seq');\n" if table.row else "")
+        + "".join(_unique(state, visible, table, key, but=False, changed=False) for key in table.keys)
         + _write(state, table, "new", False, once=False)
         + foreign_keys.on_write(state, visible, catalog, table, update=False)
+        + _late(state, table)
     )
 
 
-def gone(state: str, table: Table) -> str:
-    """The row of OLD leaves without a word to anybody."""
-    return _write(state, table, "old", True, once=True)
+def gone(state: str, table: Table, touched: str = "") -> str:
+    """The row of OLD leaves without a word to anybody; `touched` is for one that the statement has written already."""
+    return (keyless.find(state, table) + touched if table.row else "") + _write(state, table, "old", True, once=True)
 
 
 def updated(state: str, visible: str, catalog: Catalog, table: Table, touched: str) -> str:
     """The row of OLD becomes NEW; `touched` is what happens to a row that the statement has written already."""
-    rest = [key for key in table.keys if not key.primary]
-    same = _write(state, table, "new", False, once=True) + touched
-    same += "".join(_unique(state, visible, table, key, but=True, changed=True) for key in rest)
-    moved = _write(state, table, "old", True, once=True) + touched
-    moved += "".join(_unique(state, visible, table, key, but=False, changed=not key.primary) for key in table.keys)
-    moved += _write(state, table, "new", False, once=False)
+    rest = [key for key in table.keys if not key.identifies]
+    write = keyless.find(state, table) + touched if table.row else ""
+    write += _write(state, table, "new", False, once=True) + touched
+    write += "".join(_unique(state, visible, table, key, but=True, changed=True) for key in rest)
+    if not table.row:
+        moved = _write(state, table, "old", True, once=True) + touched
+        moved += "".join(
+            _unique(state, visible, table, key, but=False, changed=not key.identifies) for key in table.keys
+        )
+        moved += _write(state, table, "new", False, once=False)
+        stays = " and ".join(f"new.{ident(c)} = old.{ident(c)}" for c in table.identity)
+        write = f"  if {stays} then\n{write}  else\n{moved}  end if;\n"
     return (
         fixed_columns(catalog, table, update=True)
         + row_checks(visible, table)
-        + f"  if {match_old_new(table)} then\n{same}  else\n{moved}  end if;\n"
+        + write
         # As the names of PostgreSQL's triggers sort: what the row does to others comes before its own parents.
         + foreign_keys.on_leave(state, catalog, table, update=True)
         + foreign_keys.on_write(state, visible, catalog, table, update=True)
+        + _late(state, table)
     )
-
-
-def match_old_new(table: Table) -> str:
-    return " and ".join(f"new.{ident(c)} = old.{ident(c)}" for c in table.primary)
 
 
 def create(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     """The three functions of a table and the triggers on its view."""
     delete = (
-        _write(state, table, "old", True, once=True)
+        gone(state, table, _touched(state))
         + _touched(state)
         + foreign_keys.on_leave(state, catalog, table, update=False)
         + "  return old;\n"
     )
     update = updated(state, visible, catalog, table, _touched(state)) + "  return new;\n"
     parts = [
+        keyless.create(state, visible, table) if table.row else "",
         function(state, table, "insert", insert_body(state, visible, catalog, table)),
         function(state, table, "update", update),
         function(state, table, "delete", delete),

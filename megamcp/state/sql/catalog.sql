@@ -16,7 +16,8 @@ where c.relnamespace = $1::text::regnamespace and c.relkind = 'r' order by c.oid
 
 -- name: indexes
 select c.relname as table, i.relname as name, x.indisunique, x.indisprimary, x.indnullsnotdistinct, am.amname as method,
-       pg_get_expr(x.indpred, x.indrelid) as predicate, x.indnkeyatts,
+       pg_get_expr(x.indpred, x.indrelid) as predicate, x.indnkeyatts, coalesce(k.condeferrable, false) as deferrable,
+       coalesce(k.condeferred, false) as deferred,
        array(select pg_get_indexdef(x.indexrelid, n, true) from generate_series(1, x.indnatts) n) as items,
        array(select case when o.opcdefault then '' else quote_ident(n.nspname) || '.' || quote_ident(o.opcname) end
              from unnest(x.indclass::oid[]) with ordinality u(id, n2) join pg_opclass o on o.oid = u.id
@@ -25,6 +26,7 @@ select c.relname as table, i.relname as name, x.indisunique, x.indisprimary, x.i
        array(select coalesce(a.attname, '') from unnest(x.indkey::int2[]) with ordinality k(attnum, n)
              left join pg_attribute a on a.attrelid = x.indrelid and a.attnum = k.attnum and k.attnum > 0 order by n) as columns
 from pg_index x join pg_class i on i.oid = x.indexrelid join pg_class c on c.oid = x.indrelid join pg_am am on am.oid = i.relam
+left join pg_constraint k on k.conindid = x.indexrelid and k.contype in ('p', 'u')
 where c.relnamespace = $1::text::regnamespace and c.relkind = 'r' order by x.indexrelid
 
 -- name: checks
@@ -34,6 +36,7 @@ where c.relnamespace = $1::text::regnamespace and n.contype = 'c' order by n.con
 
 -- name: foreign_keys
 select n.conname as name, c.relname as table, p.relname as parent, n.confupdtype::text as on_update, n.confdeltype::text as on_delete,
+  n.confmatchtype = 'f' as match_full, n.condeferrable as deferrable, n.condeferred as deferred,
   array(select a.attname from unnest(n.conkey) with ordinality k(num, o) join pg_attribute a on a.attrelid = n.conrelid and a.attnum = k.num order by o) as columns,
   array(select a.attname from unnest(n.confkey) with ordinality k(num, o) join pg_attribute a on a.attrelid = n.confrelid and a.attnum = k.num order by o) as parent_columns,
   array(select a.attname from unnest(n.confdelsetcols) with ordinality k(num, o) join pg_attribute a on a.attrelid = n.conrelid and a.attnum = k.num order by o) as set_columns
@@ -57,3 +60,6 @@ union all
 select p.oid::bigint, 'function', p.oid::regprocedure::text, pg_get_functiondef(p.oid)
 from pg_proc p where p.pronamespace = $1::text::regnamespace and p.prokind = 'f' and not (p.oid = any ($2::oid[]))
 order by 1
+
+-- name: row_class
+select 'megamcp.' || o.opcname from pg_opclass o where o.opcnamespace = 'megamcp'::regnamespace and o.opcname = 'int8_equal'

@@ -5,8 +5,8 @@ with c as (select c.* from pg_class c where c.relnamespace = $1::text::regnamesp
 select 'materialised view', relname::text, 'it would hold one rollout''s rows for all', 'Make it a plain view.' from c where relkind = 'm'
 union all select 'composite type', relname, 'its fields can''t be followed', 'Use jsonb or columns.' from c where relkind = 'c'
 union all select 'foreign or partitioned table', relname, 'its rows can''t be kept by layer', 'Make it a plain table.' from c where relkind in ('f', 'p') or relispartition
-union all select 'table without a primary key', relname, 'rows are told apart by their primary key', 'Add a PRIMARY KEY, for example an identity column.'
-  from c where relkind = 'r' and not exists (select from pg_index x where x.indrelid = c.oid and x.indisprimary)
+union all select 'table without columns', relname, 'its rows can''t be told apart', 'Give it a column.'
+  from c where relkind = 'r' and not exists (select from pg_attribute a where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped)
 union all select 'row-level security', relname, 'it would be lost under the view', 'Filter in the tool server.' from c where relrowsecurity and relkind = 'r'
 union all select 'trigger', c.relname || '.' || t.tgname, 'triggers on tables are not kept', 'Do it in the tool server.'
   from pg_trigger t join c on c.oid = t.tgrelid where not t.tgisinternal
@@ -14,19 +14,15 @@ union all select 'rule', c.relname || '.' || r.rulename, 'rules rewrite statemen
   from pg_rewrite r join c on c.oid = r.ev_class where r.rulename <> '_RETURN'
 union all select 'exclusion constraint', c.relname || '.' || n.conname, 'it has no index over a chain', 'Check it in the tool server.'
   from pg_constraint n join c on c.oid = n.conrelid where n.contype = 'x'
-union all select 'deferrable constraint', c.relname || '.' || n.conname, 'constraints are checked at the end of each statement', 'Leave DEFERRABLE out.'
-  from pg_constraint n join c on c.oid = n.conrelid where n.condeferrable and n.contype <> 'x'
 union all select 'constraint not valid or not enforced', c.relname || '.' || n.conname, 'base rows may break it', 'Validate it.'
   from pg_constraint n join c on c.oid = n.conrelid where not n.convalidated
-union all select 'MATCH FULL', c.relname || '.' || n.conname, 'only MATCH SIMPLE is checked', 'Use MATCH SIMPLE and a CHECK.'
-  from pg_constraint n join c on c.oid = n.conrelid where n.contype = 'f' and n.confmatchtype <> 's'
-union all select 'partial unique index', i.relname::text, 'its predicate is not followed over a chain yet', 'Use a plain UNIQUE or check it in the tool server.'
-  from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid where x.indisunique and x.indpred is not null
-union all select 'unique index over an expression', i.relname::text, 'it is not followed over a chain yet', 'Use a generated column with a plain UNIQUE.'
-  from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid where x.indisunique and x.indexprs is not null
 union all select 'unique index with an operator class', i.relname::text, 'its equality may differ from =', 'Use the default operator class.'
   from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid
-  where x.indisunique and exists (select from unnest(x.indclass::oid[]) u(id) join pg_opclass o on o.oid = u.id where not o.opcdefault)
+  where x.indisunique and exists (select from unnest(x.indclass::oid[]) u(id) join pg_opclass o on o.oid = u.id
+    where not o.opcdefault and not exists (select from pg_amop e join pg_opclass d on d.opcfamily = e.amopfamily
+      where e.amopstrategy = 3 and e.amoplefttype = o.opcintype and e.amoprighttype = o.opcintype and d.opcdefault
+        and d.opcintype = o.opcintype and d.opcmethod = o.opcmethod and e.amopopr in (select s.amopopr from pg_amop s
+          where s.amopfamily = o.opcfamily and s.amopstrategy = 3 and s.amoplefttype = o.opcintype and s.amoprighttype = o.opcintype)))
 union all select 'non-deterministic collation', c.relname || '.' || a.attname, 'equal values may differ in bytes', 'Use a deterministic collation.'
   from pg_attribute a join c on c.oid = a.attrelid join pg_collation o on o.oid = a.attcollation where not o.collisdeterministic and a.attnum > 0
 union all select 'column type ' || format_type(a.atttypid, a.atttypmod), c.relname || '.' || a.attname, 'its values can''t be kept exactly', 'Use a built-in scalar, an enum, a domain or an array of these.'
