@@ -47,6 +47,11 @@ class Conversation:
         return not (self._owed or self._unsynced or self._skipping or self._copying) and self._status == ord("I")
 
     @property
+    def copying(self) -> bool:
+        """The backend takes nothing but COPY data."""
+        return self._copying
+
+    @property
     def will_be_ready(self) -> bool:
         """A ReadyForQuery comes without anything more from the client, and no transaction was open before."""
         busy = self._unsynced or self._skipping or self._copying

@@ -39,12 +39,15 @@ async def found(
         except Refused as error:
             if error.by_parameters:
                 raise Turned(messages.error_response(error.sqlstate, error.text)) from None
-            _log.debug("A backend refused the login: %s", error.sqlstate)
+            reason = error.sqlstate
         except Unusable as error:
             _log.warning("A database can't be used through the relay: %s", error)
             text = "The database of this login can't be used through the relay."
             raise Turned(messages.error_response("58000", text)) from None
         except (OSError, TimeoutError, errors.MegaMCPError) as error:
-            _log.debug("No backend yet: %s", type(error).__name__)
+            reason = type(error).__name__
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-        pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+        if pause < _LONGEST_PAUSE_S:
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+            if pause == _LONGEST_PAUSE_S:
+                _log.info("A client of the relay waits for its database: %s", reason)

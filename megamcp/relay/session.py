@@ -141,7 +141,8 @@ class Session:
         if self._search is not None:
             self._search.cancel()
         if self._backend is not None:
-            polite = self._talk.idle and not self._rest
+            # Behind what is under way, so that a client that says good-bye at once still gets its work done.
+            polite = not (self._rest or self._talk.copying)
             self._backend.wire.close(messages.message(Client.TERMINATE) if polite else b"")
             self._backend = None
         self._client.close(last)

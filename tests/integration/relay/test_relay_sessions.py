@@ -1,13 +1,17 @@
 """What of a session is there on the next backend, and what a client may rely on while backends come and go."""
 
 import asyncio
+import io
+import threading
 from collections.abc import AsyncIterator
 
 import asyncpg
 import psycopg
 import pytest
 import pytest_asyncio
+import uvloop
 
+from megamcp.relay import Relay, Route
 from megamcp.relay.messages import SYNC, Client, Server, message, parse
 from tests.integration.relay.house import LOCK, House
 from tests.integration.relay.raw import bind, execute, logged_in, named
@@ -247,3 +251,73 @@ async def test_a_cancel_reaches_the_backend_of_the_moment(home: House, client: a
     with pytest.raises(TimeoutError):
         await client.execute("select pg_sleep(30)", timeout=0.2)
     assert await client.fetchval("select 1") == 1
+
+
+async def test_the_lock_is_taken_again_when_a_client_discards_it(home: House) -> None:
+    async with await logged_in(("127.0.0.1", home.port), home.user, home.password, "rollout") as raw:
+        held = "select count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()"
+        for _ in range(3):
+            await raw.query("discard all")
+            rows = [body for kind, body in await raw.query(held) if kind == Server.DATA_ROW]
+            assert rows[0][6:] == b"1"
+
+
+async def test_what_was_sent_before_good_bye_is_done(home: House) -> None:
+    async with await logged_in(("127.0.0.1", home.port), home.user, home.password, "rollout") as raw:
+        work = message(Client.QUERY, b"insert into ledger (who, n) select 'x', 1 from pg_sleep(0.1)\0")
+        raw.writer.write(work + message(Client.TERMINATE))
+        assert await raw.rest() in (b"",)
+    async with asyncio.timeout(5):
+        while not await home.written():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_server_is_reached_over_tcp_as_well(home: House) -> None:
+    """The server behind this relay is the other relay: SCRAM, protocol 3.2, results and cancelling over TCP."""
+
+    async def resolve(user: str, database: str) -> Route:
+        return Route("127.0.0.1", home.port, "rollout", home.user, home.password)
+
+    outer = Relay(resolve)
+    connection = await asyncpg.connect(**{**home.connect, "port": await outer.listen("127.0.0.1", 0)})
+    rows = await connection.fetch("select n, repeat('x', 1000) from generate_series(1, 5000) n")
+    assert [row[0] for row in rows] == list(range(1, 5001))
+    with pytest.raises(TimeoutError):
+        await connection.execute("select pg_sleep(30)", timeout=0.2)
+    async with connection.transaction():
+        assert await connection.fetchval("select $1::int + 1", 41) == 42
+    await connection.close()
+    await outer.close()
+
+
+async def test_it_runs_on_the_loop_that_serves_the_gateway(home: House) -> None:
+    """uvloop, in a thread of its own, while the database moves."""
+    ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    here = asyncio.get_running_loop()
+    over = threading.Event()
+
+    async def resolve(user: str, database: str) -> Route:
+        return Route(home.socket_dir, 5432, home.database, home.user, home.password)
+
+    async def serve() -> None:
+        relay = Relay(resolve)
+        port = await relay.listen("127.0.0.1", 0)
+        here.call_soon_threadsafe(ready.set_result, port)
+        await asyncio.to_thread(over.wait)
+        await relay.close()
+
+    thread = threading.Thread(target=lambda: uvloop.run(serve()))
+    thread.start()
+    try:
+        connection = await asyncpg.connect(**{**home.connect, "port": await ready})
+        for number in range(1, 4):
+            await connection.execute("insert into ledger (who, n) values ($1, $2)", "u", number)
+            await home.move()
+            assert await connection.fetchval("select max(n) from ledger") == number
+            sink = io.BytesIO()
+            await connection.copy_from_query("select repeat('x', 1000) from generate_series(1, 3000)", output=sink)
+            assert len(sink.getvalue()) == 3_003_000
+        await connection.close()
+    finally:
+        over.set()
+        await asyncio.to_thread(thread.join)
