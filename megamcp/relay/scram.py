@@ -7,6 +7,7 @@ Knows no sockets: it turns messages into messages. Passwords and keys are in no 
 
 import base64
 import binascii
+import functools
 import hashlib
 import hmac
 import re
@@ -60,6 +61,10 @@ def prepared(password: str) -> bytes:
 
 def salted_password(password: str, salt: bytes, iterations: int) -> bytes:
     return hashlib.pbkdf2_hmac("sha256", prepared(password), salt, iterations)
+
+
+_salted_again = functools.lru_cache(maxsize=1024)(salted_password)
+"""For the relay's own logins: the server's salt stays, and the work is done at each change of a backend."""
 
 
 def _mac(key: bytes, text: bytes) -> bytes:
@@ -140,7 +145,7 @@ class ScramClient:
         found = _SERVER_FIRST.fullmatch(_text(data))
         if not found or not found[1].startswith(self._nonce) or int(found[3]) > _MOST_ITERATIONS:
             raise ScramBroken("malformed SCRAM message")
-        salted = salted_password(self._password, _decoded(found[2]), int(found[3]))
+        salted = _salted_again(self._password, _decoded(found[2]), int(found[3]))
         client_key = _mac(salted, b"Client Key")
         without_proof = f"c=biws,r={found[1]}"
         everything = f"{self._bare},{_text(data)},{without_proof}".encode()

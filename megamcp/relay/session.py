@@ -38,6 +38,7 @@ _LOOK_LIMIT: Final = 4 << 20  # bytes of all rows of a look
 _PASSING: Final = frozenset(("57014", "55P03", "40001", "40P01"))
 _KEPT_WHOLE: Final = frozenset((Client.PARSE, Client.CLOSE, Client.QUERY))
 _READ_WHOLE: Final = frozenset((Server.READY, Server.PARAMETER_STATUS, Server.COMMAND_COMPLETE))
+_BULK: Final = frozenset((Server.DATA_ROW, Server.COPY_DATA))  # they say nothing about what is owed
 _ANY_TIME: Final = frozenset((Server.NOTIFICATION, Server.PARAMETER_STATUS))
 
 
@@ -345,7 +346,7 @@ class Session:
         while size - position >= 5:
             kind = data[position]
             end = position + 1 + int.from_bytes(data[position + 1 : position + 5], "big")
-            own = self._is_own(kind)
+            own = (bool(self._asked) or kind == Server.ERROR) and self._is_own(kind)
             if own or kind in _READ_WHOLE:
                 if end - position > _OWN_LIMIT:
                     self.fail("08P01", "The backend sent a message that the relay can't take.")
@@ -365,15 +366,14 @@ class Session:
                     self._memory.reported[name.decode()] = value.decode(errors="surrogateescape")
                 else:
                     self._talk.received(kind, body)
-            else:
+            elif kind not in _BULK:
                 if kind == Server.ERROR:
                     head = data[position + 5 : position + 60]
                     self._told = b"\0VFATAL\0" in head or b"\0VPANIC\0" in head
                 self._talk.received(kind)
-                if end > size:
-                    self._skip, position = end - size, size
-                    break
             position = end
+        if position > size:
+            self._skip, position = position - size, size
         if start < position:
             self._client.write(data[start:position] if start or position < size else data)
         self._partial = data[position:]
