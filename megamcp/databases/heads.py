@@ -123,6 +123,8 @@ class Databases:
             elif head["status"] == "ready":
                 if head["rewind_to"] is None or await self._carry_out(rollout, server.name, head):
                     return await self.placed(head["cluster"], head["name"])
+            elif head["status"] == "full":
+                raise self._over_quota(rollout)
             elif head["orphaned"]:  # its maker died; the keeper drops what there is of it
                 await self._store.value(sql.ABANDON, head["name"], rollout)
             if time.monotonic() > give_up:
@@ -131,6 +133,13 @@ class Databases:
                 )
             if head is not None:
                 await asyncio.sleep(_MADE_ELSEWHERE_S)
+
+    def _over_quota(self, rollout: str) -> NoCapacity:
+        return NoCapacity(
+            f"The database of rollout {rollout} has more than {self._settings.database_quota >> 20} MB to itself.",
+            code="quota_exceeded",
+            hint="Roll back to a checkpoint, or release the rollout; MEGAMCP_DATABASE_QUOTA sets the limit.",
+        )
 
     async def placed(self, cluster_name: str, name: str) -> Place:
         """A database that is there. Raises `Gone` where its cluster is not."""
@@ -373,6 +382,8 @@ class Databases:
                     and not await self._carry_out(row["id"], server.name, head)
                 ):
                     head = None
+                if head is not None and head["status"] == "full":
+                    raise self._over_quota(row["id"])
                 if head is None or head["status"] != "ready":
                     if row["checkpoint"] is not None:
                         origin = await connection.fetchrow(sql.SNAPSHOT, row["checkpoint"], server.name)

@@ -95,7 +95,16 @@ STANDING = "select status, epoch, checkpoint, environment from megamcp.rollouts 
 
 # Nobody's copies that still take connections.
 OPEN_LEFTOVERS = """select name, cluster from megamcp.databases
-    where kind = 'clone' and status = 'ready' and rollout is null and not sealed limit $1"""
+    where kind = 'clone' and status in ('ready', 'full') and rollout is null and not sealed limit $1"""
+
+# Rollouts' databases that were looked at longest ago, and what each turned out to take.
+UNMEASURED = """select name, cluster from megamcp.databases
+    where rollout is not null and status = 'ready'
+      and coalesce(measured_at, created_at) < clock_timestamp() - $2::interval
+    order by measured_at nulls first limit $1"""
+MEASURED = """update megamcp.databases set bytes = $2::bigint, measured_at = clock_timestamp(),
+        status = case when status = 'ready' and rollout is not null and $2::bigint > $3::bigint then 'full' else status end
+    where name = $1 returning status"""
 
 SEALED = "update megamcp.databases set sealed = true where name = $1"
 
@@ -109,7 +118,7 @@ CONDEMN = """with old as (
     select d.name from megamcp.databases d
      where (d.status = 'creating' and not megamcp.alive(d.owner))
         or (d.kind = 'view' and d.status = 'ready' and d.used_at < clock_timestamp() - interval '60 s')
-        or (d.kind = 'clone' and d.status = 'ready' and d.rollout is null and d.sealed
+        or (d.kind = 'clone' and d.status in ('ready', 'full') and d.rollout is null and d.sealed
             and not exists (select 1 from megamcp.snapshots s where s.database = d.name or s.sealed = d.name))
      limit $1 for update skip locked
 )

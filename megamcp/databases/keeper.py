@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 BATCH = 200
 PAUSE_S = 1.0
+MEASURED_AT_ONCE = 20
+MEASURED_EACH = timedelta(seconds=30)
 SPARES_FOR = timedelta(minutes=10)
 
 
@@ -56,6 +58,7 @@ class Keeper:
         await self._store.value(sql.DROP_SNAPSHOTS)
         await self._store.rows(sql.CONDEMN, BATCH)
         done["dropped"] = await self._drop()
+        done["measured"] = await self._measure()
         done["orphans"] = await self._drop_orphans()
         done["spares"] = await self._make_spares()
         return done
@@ -81,6 +84,20 @@ class Keeper:
                 await connection.execute(sql.FORGET, row["name"])
                 dropped += 1
         return dropped
+
+    async def _measure(self) -> int:
+        """Who takes more disk than a rollout may gets no further; its checkpoints stay good."""
+        rows = await self._store.rows(sql.UNMEASURED, MEASURED_AT_ONCE, MEASURED_EACH)
+        for row in rows:
+            if cluster := self._cluster(row["cluster"]):
+                used = await cluster.own_bytes(row["name"])
+                quota = self._settings.database_quota
+                if await self._store.value(sql.MEASURED, row["name"], used, quota) == "full":
+                    log.warning(
+                        "database %s has %d MB to itself; the quota is %d MB", row["name"], used >> 20, quota >> 20
+                    )
+                    await self._databases.retire(cluster, row["name"])
+        return len(rows)
 
     async def _drop_orphans(self) -> int:
         """Databases of ours that no row knows: there are none unless a cluster was restored from a copy."""

@@ -7,7 +7,7 @@ create table megamcp.databases (
     environment integer references megamcp.environments,    -- of a clone
     server text,
     kind text not null check (kind in ('source', 'spare', 'clone', 'view')),
-    status text not null default 'creating' check (status in ('creating', 'ready', 'dropping')),
+    status text not null default 'creating' check (status in ('creating', 'ready', 'full', 'dropping')),
     content text not null,              -- hash of what the source was built from
     rollout text,                       -- whose head it is; null: a copy that is kept for a checkpoint, or for nobody
     rewind_to bigint,                   -- a rollback that still has to be carried out inside, to this position
@@ -17,7 +17,8 @@ create table megamcp.databases (
     owner bigint not null,              -- gateway process that works on it while it is being created
     created_at timestamptz not null default clock_timestamp(),
     used_at timestamptz not null default clock_timestamp(),
-    bytes bigint                        -- disk that it has to itself, as last looked at
+    bytes bigint,                       -- disk that it has to itself, as last looked at
+    measured_at timestamptz
 );
 create unique index on megamcp.databases (rollout, server) where rollout is not null;
 create unique index on megamcp.databases (cluster, content) where kind = 'source' and status <> 'dropping';

@@ -14,13 +14,14 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import asyncpg
 
 from megamcp.errors import Conflict, DeadlineExceeded, NotFound, Unavailable
 from megamcp.failpoints import failpoint
-from megamcp.state.clones import fitness, logins, source
+from megamcp.state.clones import disk, fitness, logins, source
 from megamcp.state.clones.access import Access
 from megamcp.state.clones.inside import Inside
 from megamcp.state.clones.types import Disk, Keys
@@ -243,6 +244,18 @@ class Cluster:
         except OSError:
             return None
         return Disk(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+
+    async def own_bytes(self, name: str) -> int:
+        """Disk that a database has to itself: its size less what its files share with others."""
+        async with self._access.maintenance() as connection:
+            row = await connection.fetchrow("select oid from pg_database where datname = $1", name)
+            if row is None:
+                return 0
+            if self._folder and self._access.is_local:
+                found = await asyncio.to_thread(disk.own_bytes, Path(self._folder) / "base" / str(row["oid"]))
+                if found is not None:
+                    return found
+            return int(await connection.fetchval("select pg_database_size($1::oid)", row["oid"]))
 
     # -- steps ---------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megamcp.errors import Conflict, Gone
+from megamcp.errors import Conflict, Gone, NoCapacity
 from tests.integration.databases.shop import Shop, SqlFailed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -155,3 +155,25 @@ async def test_what_nothing_needs_is_dropped(shop: Shop) -> None:
     assert not await shop.services.store.value("select count(*) from megamcp.databases where name = $1", name)
     cluster = shop.services.databases.clusters.opened[0]
     assert name not in await cluster.names()
+
+
+async def test_a_rollout_over_its_quota_can_only_go_back(shop: Shop) -> None:
+    keeper, settings = shop.services.keeper, shop.services.settings
+    rollout = await shop.one()
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "create table big as select repeat(md5(n::text), 20) from generate_series(1, 40000) n")
+    await shop.services.store.value(
+        "update megamcp.databases set created_at = '2000-01-01' where rollout = $1", rollout
+    )
+    before, settings.database_quota = settings.database_quota, 20 << 20
+    try:
+        await keeper.once()
+    finally:
+        settings.database_quota = before
+    shop.services.databases.forget(rollout)
+    with pytest.raises(NoCapacity, match="to itself"):
+        await shop.run(rollout, "select 1")
+    with pytest.raises(NoCapacity):
+        await shop.checkpoint(rollout)
+    await shop.roll_back(rollout, point["id"])
+    assert await stock(shop, rollout) == 13
