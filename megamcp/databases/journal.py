@@ -103,7 +103,8 @@ UNMEASURED = """select name, cluster from megamcp.databases
       and coalesce(measured_at, created_at) < clock_timestamp() - $2::interval
     order by measured_at nulls first limit $1"""
 MEASURED = """update megamcp.databases set bytes = $2::bigint, measured_at = clock_timestamp(),
-        status = case when status = 'ready' and rollout is not null and $2::bigint > $3::bigint then 'full' else status end
+        status = case when status = 'ready' and rollout is not null and $2::bigint > $3::bigint then 'full'
+                      else status end
     where name = $1 returning status"""
 
 SEALED = "update megamcp.databases set sealed = true where name = $1"
