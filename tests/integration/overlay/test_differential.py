@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 import hypothesis
 import pytest
@@ -38,8 +39,8 @@ from tests.integration.overlay.differential_schema import schema
 
 FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 FUZZ_WORKERS = int(os.environ.get("FUZZ_WORKERS", "1"))
-SCHEMAS = 12
-EXAMPLES = 48
+SCHEMAS = 9
+EXAMPLES = 36
 """A fixed budget: about 45 s of one core."""
 BASE_ROWS = 12
 BLOCK = 6
@@ -54,20 +55,26 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )
 
-numbers = st.integers(0, 7)
-statements = st.integers(0, 999_999)
-acts = st.one_of(
-    *[statements] * 20,
-    *[st.builds(Call, numbers, st.just(()))] * 5,
-    st.builds(Savepoint),
-    st.builds(Undo),
-    st.builds(Checkpoint, numbers),
-    st.builds(Checkpoint, numbers),
-    st.builds(Fork, numbers),
-    st.builds(Rollback, numbers),
-    st.builds(Rewrite, numbers, numbers),
-    st.none(),
-)
+_WEIGHTS = {Statement: 20, Call: 5, Checkpoint: 2, Savepoint: 1, Undo: 1, Fork: 1, Rollback: 1, Rewrite: 1, None: 1}
+_KINDS = [kind for kind, weight in _WEIGHTS.items() for _ in range(weight)]
+
+
+def _act(kind: Any, seed: int) -> "Act":
+    match kind:
+        case None:
+            return None
+        case _ if kind is Statement:
+            return seed
+        case _ if kind is Call:
+            return Call(seed % 8, ())
+        case _ if kind is Rewrite:
+            return Rewrite(seed % 8, seed // 8 % 8)
+        case _ if kind in (Savepoint, Undo):
+            return kind()
+    return kind(seed % 8)
+
+
+acts = st.builds(_act, st.sampled_from(_KINDS[::-1]), st.sampled_from(range(100_000)))
 """A number is a statement, an empty Call begins the next transaction, None is nothing (programs shrink to it)."""
 Act = int | Step | Savepoint | Undo | None
 programs = st.lists(acts, min_size=80, max_size=260)
