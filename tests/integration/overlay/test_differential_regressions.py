@@ -91,6 +91,13 @@ def test_a_row_of_values_for_an_always_identity_column_is_refused(compare: Compa
     )
 
 
+@pytest.mark.xfail(reason="setval(…, false) counts as a drawn number", strict=True)
+def test_setval_of_a_number_still_to_come_draws_none(compare: Compare) -> None:
+    ddl = "create sequence counter; create table line (id int primary key);"
+    statements = ["select setval('counter', 5, false)", "select currval('counter')", "select nextval('counter')"]
+    compare(ddl, ["line"], [], [call(sql) for sql in statements[:1]] + [call(*statements)])
+
+
 def test_a_failed_statement_gives_back_what_it_wrote_and_the_numbers_it_drew(compare: Compare) -> None:
     ddl = "create table line (id serial primary key, a int unique check (a > 0));"
     compare(
