@@ -46,7 +46,6 @@ from megamcp.store import Store
 
 log = logging.getLogger(__name__)
 
-CANCELLATIONS = "megamcp_cancellations"
 PASSED_THROUGH_KEPT = 10_000  # views of rollouts, some 300 bytes each
 _CANCELLED = (
     b'{"content":[{"type":"text","text":"The call was ended before it was done; nothing was changed."}],"isError":true}'
@@ -85,8 +84,8 @@ class Instance:
                 self._connection.add_termination_listener(lambda _, lost=lost: lost.set())
                 self.owner = secrets.randbits(62) + 1
                 await self._connection.execute("select pg_advisory_lock($1)", self.owner)
-                await self._connection.add_listener(CANCELLATIONS, self._cancelled)
-                await self._connection.add_listener(sql.MOVES, self._moved)
+                for name, hear in ((sql.CANCELLATIONS, self._cancelled), (sql.MOVES, self._moved)):
+                    await self._connection.add_listener(await self._connection.fetchval(sql.CHANNEL, name), hear)
                 self._held.set()
                 await lost.wait()
                 log.warning("lost the instance connection; making a new one")
@@ -380,9 +379,7 @@ class Control:
         return intent.id
 
     async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:
-        await self._store.value(
-            "select pg_notify($1, $2)", CANCELLATIONS, json.dumps([rollout_id, session, request_id])
-        )
+        await self._store.value(sql.TELL_CANCELLED, json.dumps([rollout_id, session, request_id]))
 
 
 async def tool_dsn(dsn: str, environment: str, server: str | None = None) -> str:

@@ -346,6 +346,7 @@ class Environments:
             found = await connection.fetchrow(ENVIRONMENT, source.config.name, source.hash)
             identifier = found["id"] if found else await self._insert(connection, source, progress)
             if found:
+                await self._reset_logins(connection, identifier)
                 await connection.execute(
                     "update megamcp.environments set loaded_at = clock_timestamp(), definition = $2 where id = $1",
                     identifier,
@@ -353,6 +354,15 @@ class Environments:
                 )
         self._by_id.pop(identifier, None)
         return await self.by_id(identifier)
+
+    async def _reset_logins(self, connection: asyncpg.Connection, identifier: int) -> None:
+        """Undoes what a tool server did to its own login (its password, its settings)."""
+        rows = await connection.fetch(
+            "select descriptor from megamcp.servers where environment = $1 and descriptor is not null", identifier
+        )
+        for row in rows:
+            known = state.SchemaState.from_json(row["descriptor"])
+            await state.reset_logins(connection, known, self._signer.password("tool"), self._signer.password("query"))
 
     async def _insert(self, connection: asyncpg.Connection, source: Source, progress: Progress | None) -> int:
         config = source.config

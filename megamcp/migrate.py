@@ -15,8 +15,12 @@ from megamcp.errors import Unprocessable
 from megamcp.handles import Signer
 
 PACKAGE = Path(__file__).parent
-# In this order: the second takes from everyone what they need not execute, and grants the rest by name.
-FUNCTIONS = (PACKAGE / "state" / "sql" / "state.sql", PACKAGE / "sql" / "control.sql")
+# In this order: the second and third take from everyone what they need not execute, the second grants the rest by name.
+FUNCTIONS = (
+    PACKAGE / "state" / "sql" / "state.sql",
+    PACKAGE / "sql" / "control.sql",
+    PACKAGE / "sql" / "hardening.sql",
+)
 SHARED_ROLES = ("megamcp_tools", "megamcp_queries")
 """Group roles without login; a cluster has them once."""
 LOCK = 0x6D656761  # "mega"

@@ -90,11 +90,13 @@ ROLLOUTS = f"""select {ROLLOUT} from megamcp.rollouts r join megamcp.environment
 RENEW_ROLLOUT = """update megamcp.rollouts set expires_at = clock_timestamp() + $2
     where id = $1 and status = 'open' returning id"""
 
-MOVES = "megamcp_moves"
-"""Channel on which every gateway process learns of moves that concern processes of one rollout."""
+# What gateway processes tell each other, and the channel of each: any login may listen to one whose name it knows.
+CANCELLATIONS, MOVES = "cancellations", "moves"
+CHANNEL = "select megamcp.channel($1)"
+TELL_CANCELLED = f"select pg_notify(megamcp.channel('{CANCELLATIONS}'), $1)"
 
 # Tells of a rollback (with the epoch that it began) or, without an epoch, of a rollout's end.
-TELL_MOVE = f"select pg_notify('{MOVES}', json_build_array($1::text, $2::bigint)::text)"
+TELL_MOVE = f"select pg_notify(megamcp.channel('{MOVES}'), json_build_array($1::text, $2::bigint)::text)"
 
 LOCK_ROLLOUT = "select 1 from megamcp.rollouts where id = $1 for no key update"
 

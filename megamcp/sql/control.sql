@@ -22,6 +22,13 @@ begin
         detail = json_build_object('code', code, 'message', message)::text;
 end $$;
 
+-- The channel on which gateway processes tell each other of something. Its name is a secret of the deployment, since
+-- PostgreSQL lets every login listen and notify.
+create or replace function megamcp.channel(purpose text) returns text
+language sql stable set search_path = pg_catalog, pg_temp
+return format('megamcp_%s_%s', purpose, left(encode(sha256(convert_to('channel ' || purpose, 'UTF8')
+    || megamcp.secret()), 'hex'), 24));
+
 create or replace function megamcp.lock_key(rollout text) returns bigint
 language sql immutable parallel safe set search_path = pg_catalog, pg_temp
 return hashtextextended(rollout, 7723);

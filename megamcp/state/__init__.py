@@ -17,6 +17,7 @@ from megamcp.state.schema import (
     discard,
     freeze,
     load,
+    reset_logins,
     state_sql,
     unload,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "discard",
     "freeze",
     "load",
+    "reset_logins",
     "state_sql",
     "unload",
 ]

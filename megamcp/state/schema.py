@@ -180,7 +180,7 @@ async def load(
             if problems:
                 raise refused(problems)
             state = await _compile(conn, name, statements, clock, seed, progress or (lambda *_: None))
-        await _passwords(conn, state, tool_password, query_password)
+        await reset_logins(conn, state, tool_password, query_password)
         await conn.execute("select set_config('search_path', $1, true), set_config('megamcp.binding', '', true)", path)
     return state
 
@@ -352,10 +352,12 @@ async def _no_temporary_tables(conn: Any, tool: str) -> None:
         await conn.execute(f"revoke temporary on database {name} from public")
 
 
-async def _passwords(conn: Any, state: SchemaState, tool: str, query: str) -> None:
+async def reset_logins(conn: Any, state: SchemaState, tool: str, query: str) -> None:
+    """Passwords and settings of the two logins as if just made: each may change its own, nobody can forbid it."""
     path = f"{ident(state.visible_schema)}, pg_catalog, pg_temp"
     await _patiently(
         conn,
+        f"alter role {ident(state.tool_role)} reset all; alter role {ident(state.query_role)} reset all;"
         f"alter role {ident(state.tool_role)} password {literal(tool)};"
         f"alter role {ident(state.query_role)} password {literal(query)};"
         f"alter role {ident(state.tool_role)} set search_path = {path};"

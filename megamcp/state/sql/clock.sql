@@ -29,9 +29,8 @@ declare
 begin
   if split_part(_raw, ':', 1) is distinct from _head then
     if split_part(_bound, '|', 5) = 'w' and not current_setting('transaction_read_only')::boolean then
-      if _raw <> '' then  -- another head was bound before in this transaction
-        update {s}."~counters" c set value = split_part(_raw, ':', 2)::bigint
-        where c.layer = split_part(_raw, ':', 1)::bigint and c.name = _name;
+      if _raw <> '' then  -- never believed: the setting is the tool's to forge, the layer that it names another's
+        raise exception 'a transaction draws numbers for one rollout only' using errcode = '42501';
       end if;
       insert into {s}."~counters" as c (layer, name, number, value) values (_head::bigint, _name, _number, _value)
       on conflict (layer, name) do update set value = excluded.value;
