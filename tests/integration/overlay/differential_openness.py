@@ -29,6 +29,8 @@ class Statement:
     openness: Openness = Openness.EXACT
     construct: str = "by hand"
     """What the report counts it as."""
+    on_plain: str = ""
+    """What plain tables are asked instead, where the environment promises more: `now()` for the keyword forms."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,7 +278,7 @@ class _Run:
             await ours.rollback()
             return True
         self._report.statements[statement.construct] += 1
-        expected = await self._plain.execute(statement.sql)
+        expected = await self._plain.execute(statement.on_plain or statement.sql)
         kept = self._judge(expected, found, statement, statement.construct, failed)
         for transaction in (ours, theirs):
             await (transaction.commit() if kept else transaction.rollback())

@@ -1,5 +1,6 @@
 """A hostile tool author's view: the raw logins of an environment, and handles of its own rollouts only."""
 
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +24,6 @@ from megamcp.testing import running_gateway
 from tests.integration.promises.world import World
 
 ENVIRONMENTS = Path(__file__).parents[2] / "environments"
-NAME = "mm_attacked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class Attack:
     state: SchemaState
     other: SchemaState
 
-    async def login(self, role: str = "tool", database: str = NAME) -> asyncpg.Connection:
+    async def login(self, role: str = "tool") -> asyncpg.Connection:
         """The raw tool or query login, as its process has it."""
         if role == "tool":
             dsn = await tool_dsn(self.world.dsn, "vault")
         else:
             dsn = role_dsn(self.world.dsn, self.state.query_role, self.signer.password("query"))
-        conn = await asyncpg.connect(make_url(dsn).set(database=database).render_as_string(hide_password=False))
+        conn = await asyncpg.connect(dsn)
         await conn.execute("set default_transaction_read_only = off")  # the query login's default stops no one
         return conn
 
@@ -80,20 +80,20 @@ class Attack:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def attack(postgres_dsn: str) -> AsyncIterator[Attack]:
     server = await asyncpg.connect(postgres_dsn)
-    await server.execute(f"drop database if exists {NAME} with (force)")
-    await server.execute(f"create database {NAME} template template0")
-    dsn = make_url(postgres_dsn).set(database=NAME).render_as_string(hide_password=False)
+    name = f"mm_attacked_{secrets.token_hex(4)}"
+    await server.execute(f"create database {name} template template0")
+    dsn = make_url(postgres_dsn).set(database=name).render_as_string(hide_password=False)
     folders = [ENVIRONMENTS / "vault", ENVIRONMENTS / "ledger"]
     await prepare(Settings(database_url=SecretStr(dsn), bundled_environments=False, environments=folders), dsn)
     async with running_gateway(dsn, reap_interval_s=3600) as running:
         world = World(running.services, running.url, dsn)
         states = []
-        for name in ("vault", "ledger"):
-            schema = (await running.services.environments.find(name)).servers[0].schema
+        for environment in ("vault", "ledger"):
+            schema = (await running.services.environments.find(environment)).servers[0].schema
             assert schema is not None
             states.append(schema)
         yield Attack(world, await migrate(dsn), states[0], states[1])
-    await server.execute(f"drop database {NAME} with (force)")
+    await server.execute(f"drop database {name} with (force)")
     await server.close()
 
 
