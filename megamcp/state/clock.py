@@ -1,8 +1,9 @@
 """SQL of a state's time, chance and sequences: everything that draws from counters of the chain.
 
 Counters are rows (layer, name, value) of `s_<h>."~counters"`; the newest layer of the chain wins, layer 0 holds what
-the seeds left. Within a transaction a counter lives in a transaction-local setting `megamcp.c<n>` = `head:value`,
-and a deferred trigger writes it once, at COMMIT: an UPDATE a draw would leave as many dead row versions as draws.
+the seeds left. Within a transaction a counter lives in a transaction-local setting `megamcp.c<n>` = `head:value` (after
+setval(…, false): `head:value:what currval says`), and a deferred trigger writes it once, at COMMIT: an UPDATE a draw
+would leave as many dead row versions as draws.
 In a READ ONLY transaction nothing is written, so draws there repeat in the next call.
 
 A tool can set those settings by itself. That harms nobody: they count in its own rollout's state only.
@@ -88,19 +89,28 @@ begin
   if _value {">" if up else "<"} {limit} then
     {past}
   end if;
-  _done := set_config('megamcp.last', _value::text, true);
+  _done := set_config('megamcp.last', '{number}', true);
   return {s}."~store"({number}, {name}, _value::bigint);
 end"""
     bounds = literal(
         f'setval: value % is out of bounds for sequence "{sequence.name.replace("%", "%%")}" '
         f"({sequence.minimum}..{sequence.maximum})"
     )
-    set_body = f"""begin
+    set_body = f"""declare
+  _before text := current_setting({literal(setting(sequence))}, true);
+  _done text;
+begin
   if value < {sequence.minimum} or value > {sequence.maximum} then
     raise exception {bounds}, value using errcode = '22003';
   end if;
   perform megamcp.verified(true);
-  perform {s}."~store"({number}, {name}, case when is_called then value else value - ({sequence.increment}) end);
+  if is_called then
+    perform {s}."~store"({number}, {name}, value);
+  else  -- the next value is this one, and what the call drew last stays what it was
+    perform {s}."~store"({number}, {name}, value - ({sequence.increment}));
+    _done := set_config({literal(setting(sequence))}, current_setting({literal(setting(sequence))}) || ':'
+      || coalesce(split_part(_before, ':', case when _before like '%:%:%' then 3 else 2 end), ''), true);
+  end if;
   return value;
 end"""
     head = "language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as"

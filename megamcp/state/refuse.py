@@ -40,8 +40,9 @@ DATABASE = "Use state kind 'database' for this environment."
 
 _ALLOWED = {
     "create_stmt", "index_stmt", "create_enum_stmt", "create_domain_stmt", "alter_table_stmt", "create_seq_stmt",
-    "alter_seq_stmt", "view_stmt", "create_function_stmt", "comment_stmt", "insert_stmt", "update_stmt", "delete_stmt",
-    "select_stmt", "drop_stmt", "alter_enum_stmt", "alter_domain_stmt", "rename_stmt",
+    "alter_seq_stmt", "view_stmt", "create_function_stmt", "comment_stmt", "insert_stmt", "update_stmt",
+    "delete_stmt", "select_stmt", "drop_stmt", "composite_type_stmt", "create_range_stmt", "alter_enum_stmt",
+    "alter_domain_stmt", "rename_stmt",
 }  # fmt: skip
 
 _KEYWORDS = {
@@ -133,6 +134,10 @@ def _look(node: pb.Node, label: str) -> list[Problem]:
                 value = message.arg.a_const.sval.sval if message.arg.HasField("a_const") else ""
                 if kind and kind[-1] in _TIME_TYPES and value.strip().lower() in _WALL_CLOCK:
                     add("clock literal", f"'{value}' is the wall clock's, once", "Write now() or CURRENT_DATE.")
+            case pb.CreateRangeStmt():
+                for option in message.params:
+                    if option.def_elem.defname in ("canonical", "subtype_diff"):
+                        add("range type with a function", "the function may not outlive loading", "Leave it out.")
             case pb.ColumnDef():
                 _look_column(message, add)
             case pb.CreateFunctionStmt():

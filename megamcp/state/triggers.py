@@ -188,7 +188,7 @@ def _column_trigger(state: str, visible: str, table: Table) -> str:
     parts: list[str] = []
     for number, column in enumerate(columns):
         # `set c = default` is allowed, and can only be told from the text; so is a default in a row of columns.
-        to_default = literal(rf'{_pattern(column.name)}"?\s*=\s*default\M|\)\s*=\s*(row\s*)?\(')
+        to_default = literal(rf'{_pattern(column.name)}"?\s*=\s*default\M|\)\s*=\s*(row\s*)?\(.*\mdefault\M')
         body = f"""begin
   if current_query() !~* {to_default} then
     {_refused_value(column, update=True)}

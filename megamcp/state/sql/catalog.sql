@@ -58,7 +58,8 @@ select c.oid::bigint as oid, 'view' as kind, c.relname::text as name,
 from pg_class c join pg_namespace n on n.oid = c.relnamespace where n.nspname = $1::text and c.relkind = 'v'
 union all
 select p.oid::bigint, 'function', p.oid::regprocedure::text, pg_get_functiondef(p.oid)
-from pg_proc p where p.pronamespace = $1::text::regnamespace and p.prokind = 'f' and not (p.oid = any ($2::oid[]))
+from pg_proc p join pg_language l on l.oid = p.prolang  -- internal: the constructors of a range type
+where p.pronamespace = $1::text::regnamespace and p.prokind = 'f' and l.lanname <> 'internal' and not (p.oid = any ($2::oid[]))
 order by 1
 
 -- name: row_class

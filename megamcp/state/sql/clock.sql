@@ -182,24 +182,27 @@ create function {v}.nextval(sequence text) returns bigint language sql volatile
 return case {s}."~sequence"(sequence) {next} else {s}."~missing"(sequence) end;
 create function {v}.setval(sequence text, value bigint, is_called boolean default true) returns bigint language sql volatile
 return case {s}."~sequence"(sequence) {set} else {s}."~missing"(sequence) end;
+-- What the call itself drew or set: a call is what PostgreSQL calls a session here.
+create function {s}."~drawn"(setting text) returns text language sql stable set search_path = pg_catalog, pg_temp
+return nullif(split_part(current_setting(setting, true), ':', case when current_setting(setting, true) like '%:%:%' then 3 else 2 end), '');
 create function {v}.currval(sequence text) returns bigint language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp as $body$
 declare
   _setting text := case {s}."~sequence"(sequence) {setting} end;
-  _value text := split_part(current_setting(_setting, true), ':', 2);
+  _value text := {s}."~drawn"(_setting);
 begin
   if _setting is null then
     return {s}."~missing"(sequence);
-  elsif coalesce(_value, '') = '' then
+  elsif _value is null then
     raise exception 'currval of sequence "%" is not yet defined in this session', {s}."~sequence"(sequence) using errcode = '55000';
   end if;
   return _value::bigint;
 end $body$;
 create function {v}.lastval() returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $body$
 declare
-  _value text := current_setting('megamcp.last', true);
+  _value text := {s}."~drawn"('megamcp.c' || nullif(current_setting('megamcp.last', true), ''));
 begin
-  if coalesce(_value, '') = '' then
+  if _value is null then
     raise exception 'lastval is not yet defined in this session' using errcode = '55000';
   end if;
   return _value::bigint;

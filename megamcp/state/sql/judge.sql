@@ -1,9 +1,19 @@
 -- What a state can't take, as (construct, object, reason, hint). $1 schema, $2 the state's own functions.
 
 -- name: judge
-with c as (select c.* from pg_class c where c.relnamespace = $1::text::regnamespace)
+with recursive c as (select c.* from pg_class c where c.relnamespace = $1::text::regnamespace),
+used(relname, attname, declared, modifier, typ) as (  -- the types of columns, and what these are made of
+  select c.relname, a.attname, a.atttypid, a.atttypmod, a.atttypid from c
+  join pg_attribute a on a.attrelid = c.oid and c.relkind = 'r' and a.attnum > 0 and not a.attisdropped
+  union
+  select u.relname, u.attname, u.declared, u.modifier, part.typ from used u join pg_type t on t.oid = u.typ cross join lateral (
+    select t.typbasetype where t.typtype = 'd'
+    union all select t.typelem where t.typelem <> 0 and t.typcategory = 'A'
+    union all select r.rngsubtype from pg_range r where t.oid in (r.rngtypid, r.rngmultitypid)
+    union all select a.atttypid from pg_attribute a join pg_class k on k.oid = a.attrelid
+      where a.attrelid = t.typrelid and k.relkind = 'c' and a.attnum > 0 and not a.attisdropped) part(typ)
+)
 select 'materialised view', relname::text, 'it would hold one rollout''s rows for all', 'Make it a plain view.' from c where relkind = 'm'
-union all select 'composite type', relname, 'its fields can''t be followed', 'Use jsonb or columns.' from c where relkind = 'c'
 union all select 'foreign or partitioned table', relname, 'its rows can''t be kept by layer', 'Make it a plain table.' from c where relkind in ('f', 'p') or relispartition
 union all select 'table without columns', relname, 'its rows can''t be told apart', 'Give it a column.'
   from c where relkind = 'r' and not exists (select from pg_attribute a where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped)
@@ -25,13 +35,14 @@ union all select 'unique index with an operator class', i.relname::text, 'its eq
           where s.amopfamily = o.opcfamily and s.amopstrategy = 3 and s.amoplefttype = o.opcintype and s.amoprighttype = o.opcintype)))
 union all select 'non-deterministic collation', c.relname || '.' || a.attname, 'equal values may differ in bytes', 'Use a deterministic collation.'
   from pg_attribute a join c on c.oid = a.attrelid join pg_collation o on o.oid = a.attcollation where not o.collisdeterministic and a.attnum > 0
-union all select 'column type ' || format_type(a.atttypid, a.atttypmod), c.relname || '.' || a.attname, 'its values can''t be kept exactly', 'Use a built-in scalar, an enum, a domain or an array of these.'
-  from pg_attribute a join c on c.oid = a.attrelid and c.relkind = 'r' join pg_type t on t.oid = a.atttypid
-  left join pg_type e on e.oid = t.typelem and t.typcategory = 'A'
-  left join pg_type b on b.oid = coalesce(nullif(e.typbasetype, 0), nullif(t.typbasetype, 0), e.oid, t.oid)
-  where a.attnum > 0 and not a.attisdropped and (b.typtype not in ('b', 'e', 'r', 'm', 'd') or b.typname ~ '^_?reg' or b.typname in ('pg_snapshot', 'xid', 'cid', 'tid'))
+union all select 'column type ' || format_type(u.declared, u.modifier), u.relname || '.' || u.attname,
+  case when t.typtype = 'c' then 'it is the row of a table or view, which is made anew' else 'values of ' || format_type(t.oid, null) || ' can''t be kept exactly' end,
+  'Use a built-in scalar, an enum, a domain, a range, a composite type of its own, or an array of these.'
+  from used u join pg_type t on t.oid = u.typ
+  where t.typtype not in ('b', 'c', 'd', 'e', 'm', 'r') or t.typname ~ '^reg' or t.typname in ('pg_snapshot', 'txid_snapshot', 'xid', 'xid8', 'cid', 'tid', 'xml')
+     or (t.typtype = 'c' and exists (select from pg_class r where r.oid = t.typrelid and r.relkind <> 'c'))
 union all select 'aggregate, window function or procedure', p.oid::regprocedure::text, 'only plain functions are taken', 'Do it in the tool server.'
   from pg_proc p where p.pronamespace = $1::text::regnamespace and p.prokind <> 'f'
 union all select 'function', p.oid::regprocedure::text, 'only SQL and PL/pgSQL functions are taken', 'Do it in the tool server.'
   from pg_proc p join pg_language l on l.oid = p.prolang
-  where p.pronamespace = $1::text::regnamespace and l.lanname not in ('sql', 'plpgsql') and not (p.oid = any ($2::oid[]))
+  where p.pronamespace = $1::text::regnamespace and l.lanname not in ('sql', 'plpgsql', 'internal') and not (p.oid = any ($2::oid[]))

@@ -83,7 +83,6 @@ def test_a_value_for_an_always_identity_or_generated_column_is_refused_by_an_upd
     compare(ddl, ["line"], ["insert into line (a) values (1), (2)"], [call(sql) for sql in statements])
 
 
-@pytest.mark.xfail(reason="an equal value is taken: PostgreSQL refuses the plan", strict=True)
 def test_a_row_of_values_for_an_always_identity_column_is_refused(compare: Compare) -> None:
     ddl = "create table line (id int generated always as identity primary key, a int);"
     compare(
@@ -91,7 +90,6 @@ def test_a_row_of_values_for_an_always_identity_column_is_refused(compare: Compa
     )
 
 
-@pytest.mark.xfail(reason="setval(…, false) counts as a drawn number", strict=True)
 def test_setval_of_a_number_still_to_come_draws_none(compare: Compare) -> None:
     ddl = "create sequence counter; create table line (id int primary key);"
     statements = ["select setval('counter', 5, false)", "select currval('counter')", "select nextval('counter')"]
