@@ -4,6 +4,7 @@ A version is its definition and the text of its files; loading the same content 
 what an environment *is*: its servers' state is loaded by `megamcp.state`, their processes are run by the data plane.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import asyncpg
@@ -29,32 +30,45 @@ from pydantic import (
 )
 
 from megamcp import state
-from megamcp.errors import NotFound, Unprocessable
+from megamcp.errors import NotFound, Unavailable, Unprocessable
 from megamcp.handles import Signer
+from megamcp.loading import Script
+from megamcp.loading.script import read as read_script
+from megamcp.loading.units import Progress
 from megamcp.store import ENVIRONMENT, Store
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
-Progress = Callable[[str, int, int], None]
 
 
 class _Config(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class SchemaConfig(_Config):
+class _SqlConfig(_Config):
+    """DDL and rows: a schema file and seeds, or a dump in place of both."""
+
+    schema_file: str = Field("schema.sql", alias="schema")
+    seed: list[str] = Field(default_factory=list)
+    dump: str | None = Field(None, description="Made by pg_dump: text (also .gz), custom, tar, or a folder.")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.dump is not None and self.model_fields_set & {"schema_file", "seed"}:
+            raise ValueError("give dump, or schema and seed, not both")
+        return self
+
+
+class SchemaConfig(_SqlConfig):
     """State in a copy-on-write PostgreSQL schema. Paths are relative to the environment's folder."""
 
     kind: Literal["schema"]
-    schema_file: str = Field("schema.sql", alias="schema")
-    seed: list[str] = Field(default_factory=list)
+    source_schema: str = Field("public", description="The one that is taken of a dump.", min_length=1, max_length=63)
 
 
-class DatabaseConfig(_Config):
+class DatabaseConfig(_SqlConfig):
     """State in a PostgreSQL database of the rollout's own. Paths are relative to the environment's folder."""
 
     kind: Literal["database"]
-    schema_file: str = Field("schema.sql", alias="schema")
-    seed: list[str] = Field(default_factory=list)
 
 
 class NoneConfig(_Config):
@@ -145,13 +159,9 @@ class Source:
 
     folder: Path
     config: EnvironmentConfig
-    files: dict[str, str]
-    """Text of each schema and seed file, by its path in the folder."""
+    scripts: dict[str, list[Script]]
+    """SQL of each server that has any, in order."""
     hash: str
-
-    def sql_of(self, config: SchemaConfig | DatabaseConfig) -> tuple[str, list[str]]:
-        """Schema and seeds of a server."""
-        return self.files[config.schema_file], [self.files[seed] for seed in config.seed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +247,16 @@ def read(path: Path) -> Source:
         problems = [{"where": ".".join(map(str, e["loc"])), "problem": e["msg"]} for e in error.errors()]
         told = "; ".join(f"{p['where'] or 'file'}: {p['problem']}" for p in problems)
         raise _invalid(file, told, problems=problems) from error
-    files = _files(file.parent, config)
-    digest = hashlib.sha256(config.model_dump_json(by_alias=True).encode())
-    for name, content in sorted(files.items()):
-        digest.update(f"\0{name}\0{len(content)}\0{content}".encode())
+    scripts = {name: _scripts(file.parent, name, server) for name, server in config.servers.items()}
+    digest = hashlib.sha256(config.model_dump_json(by_alias=True, exclude_defaults=True).encode())
+    for name, found in scripts.items():
+        digest.update("".join(f"\0{name}\0{script.name}\0{script.content}" for script in found).encode())
     if any(server.entry or server.command for server in config.servers.values()):
         for code in sorted(file.parent.glob("*.py")):  # tools that change make a new version, on processes of its own
             digest.update(b"\0" + code.name.encode() + b"\0" + hashlib.sha256(code.read_bytes()).digest())
-    return Source(file.parent, config, files, digest.hexdigest()[:16])
+    return Source(
+        file.parent, config, {name: found for name, found in scripts.items() if found}, digest.hexdigest()[:16]
+    )
 
 
 _MCP_JSON = ("url", "headers", "command", "args", "env", "cwd", "state", "restart")
@@ -263,35 +275,40 @@ def _from_mcp_json(file: Path, raw: Any) -> dict[str, Any]:
     return {"name": name, "servers": servers}
 
 
-def _files(folder: Path, config: EnvironmentConfig) -> dict[str, str]:
-    files = {}
-    for name, server in config.servers.items():
-        where = f"servers.{name}"
-        if server.command and not isinstance(server.state, DatabaseConfig):
+def _scripts(folder: Path, name: str, server: ServerConfig) -> list[Script]:
+    where = f"servers.{name}"
+    if server.command and not isinstance(server.state, DatabaseConfig):
+        raise Unprocessable(
+            f"{where} is started by a command, so each rollout gets a process of its own: that needs state of kind"
+            f" database, not {server.state.kind}.",
+            code="unsupported_server",
+            hint=f"Give it a database ({DSN} in args or env is its DSN), or start it yourself and give its url.",
+        )
+    match server.state:
+        case PlannedConfig(kind=kind):
             raise Unprocessable(
-                f"{where} is started by a command, so each rollout gets a process of its own: that needs state of kind"
-                f" database, not {server.state.kind}.",
-                code="unsupported_server",
-                hint=f"Give it a database ({DSN} in args or env is its DSN), or start it yourself and give its url.",
+                f"{where}: state of kind {kind} is not in this version.",
+                code="unsupported_state",
+                hint="Use schema, database or none.",
             )
-        match server.state:
-            case PlannedConfig(kind=kind):
-                raise Unprocessable(
-                    f"{where}: state of kind {kind} is not in this version.",
-                    code="unsupported_state",
-                    hint="Use schema, database or none.",
-                )
-            case SchemaConfig(schema_file=schema, seed=seeds) | DatabaseConfig(schema_file=schema, seed=seeds):
-                for relative in (schema, *seeds):
-                    path = folder / relative
-                    try:
-                        path = path.resolve()
-                        if not path.is_relative_to(folder.resolve()):
-                            raise _invalid(path, "lies outside of the environment's folder")
-                        files[relative] = _text(path)
-                    except (OSError, ValueError) as error:
-                        raise _invalid(path, str(error)) from error
-    return files
+        case SchemaConfig(dump=str(dump)) as config:
+            return [_script(folder, dump, dump=True, schema=config.source_schema)]
+        case DatabaseConfig(dump=str(dump)):
+            return [_script(folder, dump, dump=True)]
+        case SchemaConfig(schema_file=schema, seed=seeds) | DatabaseConfig(schema_file=schema, seed=seeds):
+            return [_script(folder, relative) for relative in (schema, *seeds)]
+    return []
+
+
+def _script(folder: Path, relative: str, **how: Any) -> Script:
+    path = folder / relative
+    try:
+        path = path.resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise _invalid(path, "lies outside of the environment's folder")
+        return read_script(path, relative, **how)
+    except (OSError, ValueError) as error:
+        raise _invalid(path, str(error)) from error
 
 
 def _text(file: Path) -> str:
@@ -310,14 +327,14 @@ def _invalid(file: Path, reason: str, **extra: Any) -> Unprocessable:
     )
 
 
-def database_hash(ddl: str, seeds: Sequence[str]) -> str:
+def database_hash(scripts: Sequence[Script]) -> str:
     """16 hex digits of everything that a database is made from."""
-    parts = ["database 1", ddl, *seeds]
-    return hashlib.sha256("\0".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()[:16]
+    parts = ["database 2", *(script.content for script in scripts)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-Build = Callable[[str, str, Sequence[str], Progress | None], Awaitable[object]]
-"""Makes the database of a content (hash, schema, seeds), or finds it."""
+Build = Callable[[str, Sequence[Script], Progress | None], Awaitable[object]]
+"""Makes the database of a content (hash, SQL), or finds it."""
 
 
 class Environments:
@@ -333,12 +350,11 @@ class Environments:
 
         With `build`, databases are made now; without it when a rollout first needs one.
         """
-        source = read(path)
+        source = await asyncio.to_thread(read, path)
         if build is not None:
-            for server in source.config.servers.values():
+            for name, server in source.config.servers.items():
                 if isinstance(server.state, DatabaseConfig):
-                    ddl, seeds = source.sql_of(server.state)
-                    await build(database_hash(ddl, seeds), ddl, seeds, progress)
+                    await build(database_hash(source.scripts[name]), source.scripts[name], progress)
         async with self._store.transaction() as connection:
             await connection.execute(
                 "select pg_advisory_xact_lock(hashtextextended('environment ' || $1, 7726))", source.hash
@@ -378,14 +394,14 @@ class Environments:
         for position, (name, server) in enumerate(config.servers.items()):
             schema = database = None
             if isinstance(server.state, DatabaseConfig):
-                database = {"database": database_hash(*source.sql_of(server.state))}
+                database = {"database": database_hash(source.scripts[name])}
             if isinstance(server.state, SchemaConfig):
                 schema = await _load_state(
                     connection,
                     name,
-                    # With the name, since two servers of one environment with equal files have states of their own.
-                    ddl=f"{source.files[server.state.schema_file]}\n-- {name}\n",
-                    seeds=[source.files[seed] for seed in server.state.seed],
+                    ddl=source.scripts[name][0],
+                    seeds=source.scripts[name][1:],
+                    salt=name,  # two servers of one environment with equal files have states of their own
                     clock=config.clock,
                     seed=config.seed,
                     tool_password=self._signer.password("tool"),
@@ -469,11 +485,18 @@ async def _load_state(connection: asyncpg.Connection, server: str, **content: An
     try:
         return await state.load(connection, **content)
     except asyncpg.PostgresError as error:
+        where = ", ".join([f"servers.{server}", *getattr(error, "__notes__", ())])
+        told = f"{error}" + (f" ({error.detail})" if getattr(error, "detail", None) else "")
+        if isinstance(error, asyncpg.DiskFullError):
+            raise Unavailable(
+                f"PostgreSQL's disk is full: {where}: {told}",
+                code="disk_full",
+                hint="Nothing was loaded. Give PostgreSQL more room and load again.",
+            ) from error
         if (error.sqlstate or "")[:2] in ("08", "40", "53", "57", "58"):
             raise
-        told = f"{error}" + (f" ({error.detail})" if getattr(error, "detail", None) else "")
         raise Unprocessable(
-            f"servers.{server}: PostgreSQL refuses the schema or its seed: {told}",
+            f"{where}: PostgreSQL refuses the schema or its seed: {told}",
             code="invalid_environment",
             hint=getattr(error, "hint", None) or "Nothing was loaded. Try the files on an empty database with psql.",
             sqlstate=error.sqlstate,

@@ -8,15 +8,17 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from megamcp.databases import journal as sql
 from megamcp.databases.clusters import Clusters
-from megamcp.environments import DatabaseConfig, LoadedEnvironment, LoadedServer, database_hash, read
+from megamcp.environments import LoadedEnvironment, LoadedServer, database_hash, read
 from megamcp.errors import DeadlineExceeded, Gone
 from megamcp.failpoints import failpoint
 from megamcp.handles import Signer
+from megamcp.loading import Script
+from megamcp.loading.units import Progress
 from megamcp.state.clones import Cluster, Keys
 from megamcp.store import Store
 
@@ -24,7 +26,6 @@ log = logging.getLogger(__name__)
 
 _WAIT_S = 600.0
 _LOADS_KEPT_S = 0.5
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +54,21 @@ class Sources:
         """The source of a loaded server, on the cluster that has the fewest databases. Raises what building raises."""
         assert server.database is not None
 
-        def content() -> tuple[str, Sequence[str]]:
-            return _content(server, environment)
+        async def content() -> Sequence[Script]:
+            return await asyncio.to_thread(_content, server, environment)
 
         return await self._ready(server.database, content, None)
 
-    async def build(self, content: str, ddl: str, seeds: Sequence[str], progress: Progress | None) -> Source:
+    async def build(self, content: str, scripts: Sequence[Script], progress: Progress | None) -> Source:
         """The source of a content that is being loaded. Raises `Unprocessable` with what PostgreSQL said of it."""
-        return await self._ready(content, lambda: (ddl, seeds), progress)
+
+        async def given() -> Sequence[Script]:
+            return scripts
+
+        return await self._ready(content, given, progress)
 
     async def _ready(
-        self, content: str, sql_of: Callable[[], tuple[str, Sequence[str]]], progress: Progress | None
+        self, content: str, scripts_of: Callable[[], Awaitable[Sequence[Script]]], progress: Progress | None
     ) -> Source:
         cluster = await self._roomiest()
         key = (content, cluster.name)
@@ -73,7 +78,7 @@ class Sources:
         while True:
             row = await self._store.row(sql.SOURCE, *key)
             if row is None:
-                if await self._build(cluster, content, *sql_of(), progress):
+                if await self._build(cluster, content, await scripts_of(), progress):
                     continue
             elif row["status"] == "ready":
                 await self._store.value(sql.USED, row["name"])
@@ -112,7 +117,7 @@ class Sources:
         return chosen
 
     async def _build(
-        self, cluster: Cluster, content: str, ddl: str, seeds: Sequence[str], progress: Progress | None
+        self, cluster: Cluster, content: str, scripts: Sequence[Script], progress: Progress | None
     ) -> bool:
         """True when it was built here; False when another process is at it."""
         name = self.new_name()
@@ -124,7 +129,8 @@ class Sources:
         await failpoint("source.planned")
         started = time.monotonic()
         try:
-            await cluster.build(name, ddl=ddl, seeds=seeds, keys=self._keys(), progress=progress)
+            first, *others = scripts
+            await cluster.build(name, ddl=first, seeds=others, keys=self._keys(), progress=progress)
         except BaseException:
             await asyncio.shield(self._store.value(sql.CONDEMN_SOURCE, name))
             raise
@@ -138,16 +144,14 @@ class Sources:
         return Keys(inner, outer)
 
 
-def _content(server: LoadedServer, environment: LoadedEnvironment) -> tuple[str, Sequence[str]]:
+def _content(server: LoadedServer, environment: LoadedEnvironment) -> Sequence[Script]:
     """SQL of the source, from the environment's folder. Raises `Gone` when the files aren't what was loaded."""
-    config = server.config.state
-    assert isinstance(config, DatabaseConfig)
-    ddl, seeds = read(environment.folder).sql_of(config)
-    if database_hash(ddl, seeds) != server.database:
+    scripts = read(environment.folder).scripts[server.name]
+    if database_hash(scripts) != server.database:
         raise Gone(
             f"The files of {environment.full_name} in its folder have changed since it was loaded, and its database on"
             " this cluster is gone.",
             code="state_lost",
             hint="Load the environment again: that makes a new version.",
         )
-    return ddl, seeds
+    return scripts

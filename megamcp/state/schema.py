@@ -12,7 +12,7 @@ control plane do that.
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from decimal import Decimal
@@ -21,11 +21,14 @@ from typing import Any
 import asyncpg
 
 from megamcp.errors import UnsupportedSchema, UnsupportedStatement
+from megamcp.loading import Script, as_script
+from megamcp.loading.units import Progress
 from megamcp.state import (
     bodies,
     catalog,
     companions,
     digests,
+    filling,
     foreign_keys,
     refuse,
     rewrites,
@@ -41,11 +44,6 @@ from megamcp.state.queries import text
 COMPILER_VERSION = 9
 _ATTEMPTS = 20
 MODULUS = 1 << 128
-
-_DEFERRABLE = """select string_agg(format('%I.%I', $1::text, conname), ', ') from pg_constraint
- where connamespace = $1::text::regnamespace and condeferrable"""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,36 +148,37 @@ def state_sql() -> str:
     return text("state.sql")
 
 
-def content_hash(ddl: str, seeds: Sequence[str], clock_at: datetime, seed: int) -> str:
+def content_hash(scripts: Sequence[Script], clock_at: datetime, seed: int, salt: str = "") -> str:
     """16 hex digits of everything that a state is made from."""
-    parts = [str(COMPILER_VERSION), ddl, *seeds, clock_at.isoformat(), str(seed)]
+    parts = [str(COMPILER_VERSION), *(one.content for one in scripts), clock_at.isoformat(), str(seed), salt]
     return hashlib.sha256("\0".join(f"{len(p)}:{p}" for p in parts).encode()).hexdigest()[:16]
 
 
 async def load(
     conn: Any,
     *,
-    ddl: str,
-    seeds: Sequence[str],
+    ddl: Script | str,
+    seeds: Sequence[Script | str],
     clock: datetime,
     seed: int,
     tool_password: str,
     query_password: str,
+    salt: str = "",
     progress: Progress | None = None,
 ) -> SchemaState:
-    """Makes the state of this content, or finds it. Raises UnsupportedSchema with every problem at once."""
-    name = content_hash(ddl, seeds, clock, seed)
+    """Makes the state of this content, or finds it. States of equal content are one, unless their `salt` differs.
+
+    Raises UnsupportedSchema with every problem at once; PostgresError, with file and line as its note.
+    """
+    scripts = [as_script(ddl, "schema"), *(as_script(one, f"seed {n}") for n, one in enumerate(seeds, 1))]
+    name = content_hash(scripts, clock, seed, salt)
     async with conn.transaction():
         # An outer transaction goes on with its own search path, and bound to nothing.
         path = await conn.fetchval("select current_setting('search_path')")
         await conn.execute("select pg_advisory_xact_lock(hashtextextended($1, 0))", f"megamcp state {name}")
         state = await _find(conn, name)
         if state is None:
-            statements = [refuse.prepare(ddl, "schema"), *(refuse.prepare(one, "seed") for one in seeds)]
-            problems = [problem for prepared in statements for problem in prepared.problems]
-            if problems:
-                raise refused(problems)
-            state = await _compile(conn, name, statements, clock, seed, progress or (lambda *_: None))
+            state = await _compile(conn, name, scripts, clock, seed, progress or (lambda *_: None))
         await reset_logins(conn, state, tool_password, query_password)
         await conn.execute("select set_config('search_path', $1, true), set_config('megamcp.binding', '', true)", path)
     return state
@@ -204,7 +203,7 @@ async def _find(conn: Any, name: str) -> SchemaState | None:
 async def _compile(
     conn: Any,
     name: str,
-    statements: Sequence["refuse.Prepared"],
+    scripts: Sequence[Script],
     clock_at: datetime,
     seed: int,
     progress: Progress,
@@ -219,7 +218,8 @@ async def _compile(
         row["oid"] for row in await conn.fetch("select oid from pg_proc where pronamespace = $1::text::regnamespace", v)
     ]
     await conn.execute("select megamcp.bind('{}', 0, $1, $2, true)", seed, clock_at)
-    await _run(conn, v, statements, progress)
+    if problems := await filling.run(conn, made, scripts, progress):
+        raise refused(problems)
     found = await _introspect(conn, v, ours)
     await _build(conn, made, found, progress)
     await rights.as_owner(
@@ -249,21 +249,6 @@ async def _compile(
     return state
 
 
-async def _run(conn: Any, v: str, statements: Sequence["refuse.Prepared"], progress: Progress) -> None:
-    """The environment's own SQL, as a role that owns nothing outside v_<h>."""
-    total = sum(len(prepared.statements) for prepared in statements)
-    done = 0
-    for prepared in statements:
-        for statement in prepared.statements:
-            await rights.as_view(conn, v, statement)
-            done += 1
-            progress("run", done, total)
-    late = await conn.fetchval(_DEFERRABLE, v)
-    if late:
-        await rights.as_view(conn, v, f"set constraints {late} immediate")
-    await conn.execute("set local search_path = ''")
-
-
 async def _introspect(conn: Any, v: str, ours: list[int]) -> catalog.Catalog:
     problems = await refuse.judge(conn, v, ours)
     if problems:
@@ -280,7 +265,7 @@ async def _build(conn: Any, made: SchemaState, found: catalog.Catalog, progress:
     s, v = made.hidden_schema, made.visible_schema
     await rights.as_view(conn, v, f"grant select on all tables in schema {ident(v)} to {ident(made.owner_role)}")
     for done, table in enumerate(found.tables):
-        progress("copy", done, len(found.tables))
+        progress(f"table {table.name}", done, len(found.tables))
         await rights.as_owner(
             conn,
             s,

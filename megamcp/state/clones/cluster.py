@@ -21,6 +21,8 @@ import asyncpg
 
 from megamcp.errors import Conflict, DeadlineExceeded, NotFound, Unavailable
 from megamcp.failpoints import failpoint
+from megamcp.loading import Script, as_script
+from megamcp.loading.units import Progress
 from megamcp.state.clones import disk, fitness, logins, source
 from megamcp.state.clones.access import Access
 from megamcp.state.clones.inside import Inside
@@ -89,16 +91,17 @@ class Cluster:
         self,
         name: str,
         *,
-        ddl: str,
-        seeds: Sequence[str],
+        ddl: Script | str,
+        seeds: Sequence[Script | str],
         keys: Keys,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Make a source: sealed, with the environment's tables and rows. Whole or not at all.
 
         Raises `Unprocessable` (`environment_sql_failed`) with PostgreSQL's words, `Conflict` where the name is taken.
         """
         self._check(name)
+        scripts = [as_script(ddl, "schema"), *(as_script(one, f"seed {n}") for n, one in enumerate(seeds, 1))]
         made, builder, password = source.temporary(name), source.builder(name), secrets.token_hex(32)
         try:
             async with self._access.maintenance() as connection:
@@ -116,9 +119,8 @@ class Cluster:
                 await source.fill(
                     admin,
                     self.dsn_for(made, builder, password),
-                    ddl=ddl,
-                    seeds=seeds,
-                    progress=progress or (lambda *_: None),
+                    scripts,
+                    progress or (lambda *_: None),
                 )
                 await self._disown(admin)
                 await source.install(admin, keys)

@@ -4,18 +4,20 @@ The SQL runs as a login of that database alone, working as `mm_owner`: it has th
 make trusted extensions besides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 
 import asyncpg
 
-from megamcp.errors import Unprocessable
+from megamcp.errors import MegaMCPError, Unavailable, Unprocessable
 from megamcp.failpoints import failpoint
+from megamcp.loading import Script, copying
+from megamcp.loading.split import Rows
+from megamcp.loading.units import Inserts, Progress, Reading, Sql, place
 from megamcp.state.clones import logins
 from megamcp.state.clones.types import Keys
 from megamcp.state.names import ident
 
-Progress = Callable[[str, int, int], None]
 ORDER = ("log", "calls", "ddl", "marks", "rights", "events")
 
 
@@ -24,34 +26,65 @@ def sql(name: str) -> str:
     return files("megamcp.state.clones").joinpath("sql", f"{name}.sql").read_text(encoding="utf-8")
 
 
-async def fill(
-    admin: asyncpg.Connection,
-    dsn: str,
-    *,
-    ddl: str,
-    seeds: Sequence[str],
-    progress: Progress,
-) -> None:
-    """Run the environment's SQL over `dsn`. Raises `Unprocessable` with PostgreSQL's words and the place."""
+async def fill(admin: asyncpg.Connection, dsn: str, scripts: Sequence[Script], progress: Progress) -> None:
+    """Run the environment's SQL over `dsn`, each file as one transaction unless it says COMMIT itself.
+
+    Raises `Unprocessable` with PostgreSQL's words and the place, `Unavailable` (`disk_full`).
+    """
     await admin.execute(f"alter schema public owner to {logins.OWNER}")
     connection = await asyncpg.connect(dsn, server_settings={"application_name": "megamcp build", "jit": "off"})
     try:
-        texts = [("schema", ddl), *((f"seed {n}", text) for n, text in enumerate(seeds, 1))]
-        for done, (what, text) in enumerate(texts):
-            progress("run", done, len(texts))
-            try:
-                await connection.execute(text)
-            except asyncpg.PostgresError as error:
-                raise _refused(what, text, error) from error
-            except (ValueError, asyncpg.InterfaceError) as error:
-                raise Unprocessable(f"The {what} can't be sent: {error}", code="environment_sql_failed") from error
+        for script in scripts:
+            reading = Reading(script, progress)
+            await _perform(connection, Sql("begin" + (_AS_PG_DUMP if script.dump else ""), 0), script.name)
+            async for unit in reading.units():
+                if not connection.is_in_transaction():
+                    await _perform(connection, _BEGIN, script.name)
+                if isinstance(unit, Inserts):
+                    await _insert(connection, unit, script.name)
+                else:
+                    reading.now = f": {_table(unit)}" if isinstance(unit, Rows) else ""
+                    await _perform(connection, unit, script.name)
             if connection.is_in_transaction():
-                raise Unprocessable(
-                    f"The {what} ends within a transaction.", code="environment_sql_failed", hint="Add COMMIT."
-                )
-        progress("run", len(texts), len(texts))
+                await _perform(connection, _COMMIT, script.name)
+            await failpoint("load.script")
     finally:
         await connection.close()
+
+
+_BEGIN, _COMMIT = Sql("begin", 0), Sql("commit", 0)
+# What its own settings would say, which are left out.
+_AS_PG_DUMP = "; set local check_function_bodies = off; set local search_path = ''; set local xmloption = content"
+
+
+def _table(rows: Rows) -> str:
+    return rows.text.decode(errors="replace").split("(")[0].split()[1]
+
+
+async def _perform(connection: asyncpg.Connection, unit: Sql | Rows, name: str) -> None:
+    try:
+        if isinstance(unit, Rows):
+            await copying.copy(connection, copying.target(unit.text, name, unit.line), unit.chunks)
+            await failpoint("load.copied")
+        else:
+            await connection.execute(unit.text)
+    except asyncpg.PostgresError as error:
+        raise _refused(place(error, name, unit), error) from error
+    except (ValueError, asyncpg.InterfaceError) as error:
+        raise Unprocessable(
+            f"{name}, line {unit.line}: this can't be sent: {error}", code="environment_sql_failed"
+        ) from error
+
+
+async def _insert(connection: asyncpg.Connection, batch: Inserts, name: str) -> None:
+    """All at once; when one fails, one by one, to say which."""
+    try:
+        async with connection.transaction():
+            await connection.execute(batch.text)
+    except asyncpg.PostgresError as error:
+        for part in batch.parts:
+            await _perform(connection, part, name)
+        raise _refused(place(error, name, batch.parts[0]), error) from error
 
 
 async def install(admin: asyncpg.Connection, keys: Keys) -> None:
@@ -95,14 +128,18 @@ def builder(name: str) -> str:
     return f"{name}_builder"
 
 
-def _refused(what: str, text: str, error: asyncpg.PostgresError) -> Unprocessable:
-    position = getattr(error, "position", None)
-    line = f", line {text[: int(position) - 1].count(chr(10)) + 1}" if position and str(position).isdigit() else ""
+def _refused(where: str, error: asyncpg.PostgresError) -> MegaMCPError:
     words = f"{error} ({error.sqlstate})"
     if detail := getattr(error, "detail", None):
         words += f" {detail}"
+    if isinstance(error, asyncpg.DiskFullError):
+        return Unavailable(
+            f"The disk of the state cluster is full: {where}: {words}",
+            code="disk_full",
+            hint="Nothing of it was kept. Give the cluster more room and load again.",
+        )
     return Unprocessable(
-        f"The {what}{line}: {words}",
+        f"{where}: {words}",
         code="environment_sql_failed",
         hint=getattr(error, "hint", None) or "Correct the environment's SQL file; nothing of it was kept.",
         sqlstate=error.sqlstate,

@@ -64,3 +64,20 @@ order by 1
 
 -- name: row_class
 select 'megamcp.' || o.opcname from pg_opclass o where o.opcnamespace = 'megamcp'::regnamespace and o.opcname = 'int8_equal'
+
+-- name: staging
+-- Columns of a table ($2, in the order of $3) that rows are copied to first: of a built-in type, or text for what the
+-- environment made itself (cast tells to what). A domain over a built-in type is that type with its length.
+with recursive d as (
+  select t.oid as domain, t.typbasetype as base, t.typtypmod as mod from pg_type t where t.typtype = 'd' and t.typnamespace = $1::text::regnamespace
+  union all
+  select d.domain, t.typbasetype, coalesce(nullif(d.mod, -1), t.typtypmod) from d join pg_type t on t.oid = d.base where t.typtype = 'd'
+)
+select a.attname as name,
+  case when b.oid is null then 'text' else format_type(b.oid, coalesce(d.mod, a.atttypmod)) end as staged,
+  case when b.oid is null then format_type(a.atttypid, a.atttypmod) end as cast
+from pg_class c join pg_attribute a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
+left join d on d.domain = a.atttypid and not exists (select from pg_type x where x.oid = d.base and x.typtype = 'd')
+left join pg_type b on b.oid = coalesce(d.base, a.atttypid) and b.typnamespace = 'pg_catalog'::regnamespace
+where c.relnamespace = $1::text::regnamespace and c.relname = $2 and c.relkind = 'r' and ($3::text[] is null or a.attname = any ($3))
+order by case when $3 is null then a.attnum else array_position($3::text[], a.attname::text) end

@@ -1,0 +1,136 @@
+"""A script as what a state does one after another: statements, batches of plain INSERTs, rows of COPY.
+
+What a dump says that means nothing here is left out and counted. Where something fails is told as file and line.
+"""
+
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import asyncpg
+
+from megamcp.loading import dumps, inserts
+from megamcp.loading.script import Script, bad
+from megamcp.loading.split import Command, Comment, Rows, Statement, pieces
+
+BATCH = 256 << 10
+"""Bytes of INSERTs that are sent at once."""
+_LINE_OF_ROWS = re.compile(r"^COPY .*?, line (\d+)", re.M)
+
+Progress = Callable[[str, int, int], None]
+"""What is done, how much of it, of how much. All of nothing (0 of 0): a remark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sql:
+    """A statement, and the line that it begins on."""
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inserts:
+    """INSERTs of constants, in which nothing can be refused."""
+
+    parts: tuple[Sql, ...]
+
+    @property
+    def text(self) -> str:
+        return ";\n".join(part.text for part in self.parts)
+
+
+Unit = Sql | Inserts | Rows
+
+
+@dataclass(slots=True)
+class Reading:
+    """One pass over a script."""
+
+    script: Script
+    progress: Progress
+    left_out: Counter[str] = field(default_factory=Counter)
+    done: int = 0
+    now: str = ""
+    """The table whose rows are read, for the progress."""
+
+    async def units(self) -> AsyncIterator[Unit]:
+        """Raises `Unprocessable` (`invalid_environment`) for a file that isn't SQL."""
+        name, dump = self.script.name, self.script.dump
+        batch: list[Sql] = []
+        size = 0
+        async with self.script.stream(self._count) as chunks:
+            async for piece in pieces(chunks, name):
+                if isinstance(piece, Comment):
+                    if dump:
+                        dumps.check_comment(piece, name)
+                    continue
+                if isinstance(piece, Command):
+                    dumps.check_command(piece, name)
+                    continue
+                if isinstance(piece, Statement) and (found := inserts.plain(piece.text, self.script.schema)):
+                    batch.append(Sql(self._decode(found, piece.line), piece.line))
+                    size += len(found)
+                    if size < BATCH:
+                        continue
+                if batch:
+                    yield Inserts(tuple(batch))
+                    batch, size = [], 0
+                    if isinstance(piece, Statement) and found:
+                        continue
+                if isinstance(piece, Rows):
+                    yield piece
+                elif (unit := self._statement(piece)) is not None:
+                    yield unit
+            if batch:
+                yield Inserts(tuple(batch))
+        if self.left_out:
+            told = ", ".join(f"{count} × {what}" for what, count in sorted(self.left_out.items()))
+            self.progress(f"left out of {name}, since it means nothing here: {told}", 0, 0)
+
+    def _statement(self, piece: Statement) -> Sql | None:
+        text = self._decode(piece.text, piece.line)
+        if self.script.dump:
+            what = dumps.left_out(piece.text, self.script.name, piece.line)
+            if what is None and dumps.is_of_schema(text, self.script.schema or "public"):
+                what = "schema"
+            if what is not None:
+                self.left_out[what] += 1
+                return None
+            if self.script.schema:
+                text = dumps.unqualified(text, self.script.schema)
+        return Sql(text, piece.line)
+
+    def _decode(self, raw: bytes, line: int) -> str:
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            line += raw[: error.start].count(b"\n")
+            raise bad(
+                self.script.name,
+                f"line {line}: the byte 0x{raw[error.start]:02x} is not UTF-8",
+                "Save the file, or make the dump, as UTF-8.",
+            ) from error
+        if "\0" in text:
+            raise bad(self.script.name, f"line {line}: a NUL byte: this is not a text", "Name a dump made by pg_dump.")
+        return text
+
+    def _count(self, size: int) -> None:
+        self.done += size
+        self.progress(f"{self.script.name}{self.now}", self.done, max(self.script.size, self.done))
+
+
+def place(error: asyncpg.PostgresError, name: str, unit: Sql | Rows) -> str:
+    """`shop.sql, line 7`: where PostgreSQL found a mistake."""
+    line = unit.line
+    if isinstance(unit, Rows):
+        if found := _LINE_OF_ROWS.search(getattr(error, "context", None) or ""):
+            line = unit.first_row + int(found[1]) - 1
+    else:
+        position = getattr(error, "position", None) or (
+            getattr(error, "internal_position", None) if getattr(error, "internal_query", None) == unit.text else None
+        )
+        if position and str(position).isdigit():
+            line += unit.text.count("\n", 0, int(position) - 1)
+    return f"{name}, line {line}"
