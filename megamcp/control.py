@@ -36,7 +36,8 @@ from megamcp.dataplane.ports import (
     StdioTarget,
     UrlTarget,
 )
-from megamcp.environments import DSN, Environments, LoadedEnvironment, LoadedServer
+from megamcp.definitions import DSN
+from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
 from megamcp.errors import Conflict, DeadlineExceeded, Gone, NotFound, Unprocessable
 from megamcp.handles import Mode, Signer, fingerprint
 from megamcp.migrate import migrate

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from megamcp.databases import journal as sql
 from megamcp.databases.clusters import Clusters
-from megamcp.environments import LoadedEnvironment, LoadedServer, database_hash, read
+from megamcp.definitions import database_hash, read
+from megamcp.environments import LoadedEnvironment, LoadedServer
 from megamcp.errors import DeadlineExceeded, Gone
 from megamcp.failpoints import failpoint
 from megamcp.handles import Signer

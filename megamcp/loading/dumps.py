@@ -1,8 +1,8 @@
 """What the statements of a pg_dump mean here.
 
 Some mean nothing: owners, grants, settings of the session that loaded it, what belongs to the database as a whole
-(they are left out, and counted by what they are). Names carry their schema; a state of kind `schema` has only one, so it
-is taken off: by tokens, so that it is gone wherever PostgreSQL may write it. What is left is the state's to judge.
+(they are left out, and counted by what they are). Names carry their schema; a state of kind `schema` has only one, so
+it is taken off: by tokens, so that it is gone wherever PostgreSQL may write it. What is left is the state's to judge.
 """
 
 import re
@@ -102,7 +102,7 @@ def unqualified(statement: str, schema: str) -> str:
         if following == "." and (n == 0 or texts[n - 1] != ".") and _is_dropped(text, schema, texts[n + 2 : n + 3]):
             parts.append(raw[done : token.start].decode())
             done = tokens[n + 1].end
-        elif text.startswith("'") and (following == "::" or (n and texts[n - 1] == "(")):
+        elif text.startswith("'") and _names_a_relation(texts, n):
             found = _DOTTED.match(text)
             if found and _unquoted(found[1]) == schema:
                 parts.append(raw[done : token.start].decode() + "'" + text[found.end() :])
@@ -112,6 +112,12 @@ def unqualified(statement: str, schema: str) -> str:
             parts.append(raw[done : token.start].decode() + opening[0] + inside + opening[0])
             done = token.end
     return "".join(parts) + raw[done:].decode()
+
+
+def _names_a_relation(texts: list[str], n: int) -> bool:
+    if texts[n + 1 : n + 2] == ["::"]:
+        return texts[n + 2 : n + 3] in (["regclass"], ["regtype"], ["regproc"], ["regprocedure"])
+    return texts[max(n - 1, 0)] == "(" and texts[max(n - 2, 0)] in ("nextval", "currval", "setval")
 
 
 def _is_dropped(text: str, schema: str, following: list[str]) -> bool:

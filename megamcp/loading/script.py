@@ -1,8 +1,8 @@
 """A file of an environment: what it is, its hash, and its bytes as a stream of SQL.
 
 Plain text is read as it is and `.gz` is unpacked on the way; pg_dump's other formats (custom, directory, tar) are
-turned into text by pg_restore, as they are read. A file that changes between its hash and the end of its reading is an error:
-a version is what its hash says.
+turned into text by pg_restore, as they are read. A file that changes between its hash and the end of its reading is an
+error: a version is what its hash says.
 """
 
 import asyncio
@@ -87,6 +87,8 @@ def as_script(script: Script | str, name: str) -> Script:
 
 def read(path: Path, name: str, *, dump: bool = False, schema: str = "") -> Script:
     """What a file (or a folder made by `pg_dump -Fd`) is. Reads all of it once. Raises OSError."""
+    if path.is_dir() and not dump:
+        raise OSError(f"{path} is not a regular file")
     before = stamp(path)
     if path.is_dir():
         whole = hashlib.sha256()

@@ -68,8 +68,13 @@ DIRECTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("fastapi", "starlette", "mcp", "aiohttp", "httpx"),
     ),
     (
+        "megamcp/loading",
+        ("megamcp.loading", "megamcp.errors", "megamcp.postgres.layout"),
+        ("sqlalchemy", "fastapi", "starlette", "mcp", "aiohttp"),
+    ),
+    (
         "megamcp/state",
-        ("megamcp.state", "megamcp.errors", "megamcp.failpoints"),
+        ("megamcp.state", "megamcp.loading", "megamcp.errors", "megamcp.failpoints"),
         ("sqlalchemy", "fastapi", "starlette", "mcp", "aiohttp"),
     ),
     ("megamcp/postgres", ("megamcp.postgres", "megamcp.errors"), ("sqlalchemy", "fastapi", "mcp", "aiohttp")),

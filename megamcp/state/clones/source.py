@@ -78,10 +78,11 @@ async def _perform(connection: asyncpg.Connection, unit: Sql | Rows, name: str) 
 
 async def _insert(connection: asyncpg.Connection, batch: Inserts, name: str) -> None:
     """All at once; when one fails, one by one, to say which."""
+    # By hand, as the transaction was begun: the file's own COMMIT may end it.
     try:
-        async with connection.transaction():
-            await connection.execute(batch.text)
+        await connection.execute(f"savepoint mm_batch;{batch.text};release savepoint mm_batch")
     except asyncpg.PostgresError as error:
+        await connection.execute("rollback to savepoint mm_batch")
         for part in batch.parts:
             await _perform(connection, part, name)
         raise _refused(place(error, name, batch.parts[0]), error) from error

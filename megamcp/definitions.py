@@ -1,0 +1,264 @@
+"""What an environment is: `environment.toml` (or `mcp.json`) as models, its SQL files, the hash that names a version.
+
+Reads files and decides whether they make sense; loads nothing and knows no database.
+"""
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from megamcp.errors import Unprocessable
+from megamcp.loading import Script
+from megamcp.loading.script import read as read_script
+
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _SqlConfig(_Config):
+    """DDL and rows: a schema file and seeds, or a dump in place of both."""
+
+    schema_file: str = Field("schema.sql", alias="schema")
+    seed: list[str] = Field(default_factory=list)
+    dump: str | None = Field(None, description="Made by pg_dump: text (also .gz), custom, tar, or a folder.")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.dump is not None and self.model_fields_set & {"schema_file", "seed"}:
+            raise ValueError("give dump, or schema and seed, not both")
+        return self
+
+
+class SchemaConfig(_SqlConfig):
+    """State in a copy-on-write PostgreSQL schema. Paths are relative to the environment's folder."""
+
+    kind: Literal["schema"]
+    source_schema: str = Field("public", description="The one that is taken of a dump.", min_length=1, max_length=63)
+
+
+class DatabaseConfig(_SqlConfig):
+    """State in a PostgreSQL database of the rollout's own. Paths are relative to the environment's folder."""
+
+    kind: Literal["database"]
+
+
+class NoneConfig(_Config):
+    """No state of its own: calls pass through."""
+
+    kind: Literal["none"] = "none"
+
+
+class PlannedConfig(BaseModel):
+    """Kinds that have a name but no backend in this version; refused at load."""
+
+    kind: Literal["document", "process"]
+
+
+StateConfig = Annotated[SchemaConfig | DatabaseConfig | NoneConfig | PlannedConfig, Field(discriminator="kind")]
+
+
+DSN = "{dsn}"
+"""Stands in `args` and `env` of a command for the DSN of the rollout's database."""
+
+
+def _unsaid(value: object) -> bool:
+    """A field that says nothing is no part of a version's hash."""
+    return value in (None, "never")
+
+
+class ServerConfig(_Config):
+    """One tool server: our child (`entry`), one that runs elsewhere (`url`), or a process a rollout (`command`)."""
+
+    entry: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    url: str | None = Field(None, pattern=r"^https?://")
+    headers: dict[str, str] = Field(default_factory=dict)
+    command: str | None = None
+    args: list[str] = Field(default_factory=list)
+    env: dict[str, str] = Field(default_factory=dict)
+    cwd: str | None = Field(None, exclude_if=_unsaid)
+    restart: Literal["never", "on_move"] = Field("never", exclude_if=_unsaid)
+    state: StateConfig = Field(default_factory=NoneConfig)
+
+    @field_validator("url")
+    @classmethod
+    def _usable_url(cls, url: str | None) -> str | None:
+        if url is not None and (not url.isascii() or not urlsplit(url).hostname):
+            raise ValueError("an http or https URL in ASCII, with a host")
+        return url
+
+    @model_validator(mode="after")
+    def _one_way_to_reach_it(self) -> "ServerConfig":
+        ways = [name for name in ("entry", "url", "command") if getattr(self, name)]
+        if len(ways) != 1:
+            raise ValueError("give exactly one of entry, url or command")
+        if isinstance(self.state, SchemaConfig) and self.command:
+            raise ValueError("state of kind schema needs entry or url: only a server on megamcp.sdk can use it")
+        if not self.command and (self.args or self.cwd or self.restart != "never"):
+            raise ValueError("args, cwd and restart belong to a command")
+        told = [*self.args, *self.env.values()]
+        if isinstance(self.state, DatabaseConfig) and self.command and not any(DSN in text for text in told):
+            raise ValueError(
+                f"state of kind database and no {DSN} in args or env: write it where the server is to find the DSN of "
+                "its database"
+            )
+        return self
+
+
+class EnvironmentConfig(_Config):
+    """`environment.toml`."""
+
+    name: str = Field(pattern=NAME.pattern)
+    description: str = Field("", max_length=2000)
+    clock: AwareDatetime = Field(
+        default_factory=lambda: datetime.fromisoformat("2026-01-01T00:00:00+00:00"),
+        description="What now() says.",
+    )
+    seed: int = Field(0, ge=-(2**63), lt=2**63)
+    servers: dict[str, ServerConfig] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _server_names(self) -> "EnvironmentConfig":
+        for name in self.servers:
+            if not NAME.match(name) or "__" in name:
+                raise ValueError(f"server name {name!r}: letters, digits, - and _ only, no double underscore")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An environment as found on disk."""
+
+    folder: Path
+    config: EnvironmentConfig
+    scripts: dict[str, list[Script]]
+    """SQL of each server that has any, in order."""
+    hash: str
+
+
+def read(path: Path) -> Source:
+    """Read an environment from its folder, its `environment.toml` or an `mcp.json`.
+
+    Raises `Unprocessable` (`invalid_environment`) that names the file and every problem in it.
+    """
+    file = path
+    try:
+        path = path.expanduser().resolve()
+        file = path / "environment.toml" if path.is_dir() else path
+        if path.is_dir() and not file.exists() and (path / "mcp.json").exists():
+            file = path / "mcp.json"
+        text = _text(file)
+    except (OSError, ValueError, RuntimeError) as error:  # the last two: a NUL or an unknown ~user in the path
+        raise _invalid(file, str(error)) from error
+    try:
+        raw = _from_mcp_json(file, json.loads(text)) if file.suffix == ".json" else tomllib.loads(text)
+        config = EnvironmentConfig.model_validate(raw)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise _invalid(file, str(error)) from error
+    except ValidationError as error:
+        problems = [{"where": ".".join(map(str, e["loc"])), "problem": e["msg"]} for e in error.errors()]
+        told = "; ".join(f"{p['where'] or 'file'}: {p['problem']}" for p in problems)
+        raise _invalid(file, told, problems=problems) from error
+    scripts = {name: _scripts(file.parent, name, server) for name, server in config.servers.items()}
+    digest = hashlib.sha256(config.model_dump_json(by_alias=True, exclude_defaults=True).encode())
+    for name, found in scripts.items():
+        digest.update("".join(f"\0{name}\0{script.name}\0{script.content}" for script in found).encode())
+    if any(server.entry or server.command for server in config.servers.values()):
+        for code in sorted(file.parent.glob("*.py")):  # tools that change make a new version, on processes of its own
+            digest.update(b"\0" + code.name.encode() + b"\0" + hashlib.sha256(code.read_bytes()).digest())
+    return Source(
+        file.parent, config, {name: found for name, found in scripts.items() if found}, digest.hexdigest()[:16]
+    )
+
+
+_MCP_JSON = ("url", "headers", "command", "args", "env", "cwd", "state", "restart")
+"""What is read of a server in an `mcp.json`; the last two are ours. Other programs' fields are left alone."""
+
+
+def _from_mcp_json(file: Path, raw: Any) -> dict[str, Any]:
+    if not isinstance(raw, dict) or not isinstance(raw.get("mcpServers"), dict):
+        raise _invalid(file, "there is no object mcpServers")
+    name = raw.get("name") or re.sub(r"[^A-Za-z0-9_-]", "-", file.parent.name) or "environment"
+    servers = {
+        key: {field: value[field] for field in _MCP_JSON if field in value}
+        for key, value in raw["mcpServers"].items()
+        if isinstance(value, dict)
+    }
+    return {"name": name, "servers": servers}
+
+
+def _scripts(folder: Path, name: str, server: ServerConfig) -> list[Script]:
+    where = f"servers.{name}"
+    if server.command and not isinstance(server.state, DatabaseConfig):
+        raise Unprocessable(
+            f"{where} is started by a command, so each rollout gets a process of its own: that needs state of kind"
+            f" database, not {server.state.kind}.",
+            code="unsupported_server",
+            hint=f"Give it a database ({DSN} in args or env is its DSN), or start it yourself and give its url.",
+        )
+    match server.state:
+        case PlannedConfig(kind=kind):
+            raise Unprocessable(
+                f"{where}: state of kind {kind} is not in this version.",
+                code="unsupported_state",
+                hint="Use schema, database or none.",
+            )
+        case SchemaConfig(dump=str(dump)) as config:
+            return [_script(folder, dump, dump=True, schema=config.source_schema)]
+        case DatabaseConfig(dump=str(dump)):
+            return [_script(folder, dump, dump=True)]
+        case SchemaConfig(schema_file=schema, seed=seeds) | DatabaseConfig(schema_file=schema, seed=seeds):
+            return [_script(folder, relative) for relative in (schema, *seeds)]
+    return []
+
+
+def _script(folder: Path, relative: str, **how: Any) -> Script:
+    path = folder / relative
+    try:
+        path = path.resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise _invalid(path, "lies outside of the environment's folder")
+        return read_script(path, relative, **how)
+    except (OSError, ValueError) as error:
+        raise _invalid(path, str(error)) from error
+
+
+def _text(file: Path) -> str:
+    """A regular file's text: a pipe or a device would never end. Raises OSError, ValueError."""
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file} is not a regular file")
+    return file.read_text(encoding="utf-8")
+
+
+def _invalid(file: Path, reason: str, **extra: Any) -> Unprocessable:
+    return Unprocessable(
+        f"{file.name}: {reason}",
+        code="invalid_environment",
+        hint="See docs/environments.md for the format.",
+        **extra,
+    )
+
+
+def database_hash(scripts: Sequence[Script]) -> str:
+    """16 hex digits of everything that a database is made from."""
+    parts = ["database 2", *(script.content for script in scripts)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
