@@ -1,6 +1,7 @@
 """Dedicated servers: a process for each rollout, spoken to over its pipes, made by the official SDK or by an enemy."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -62,6 +63,14 @@ async def until(condition, seconds=8.0):
 
 def processes(gateway):
     return gateway.plane._environments.dedicated
+
+
+def kill_orphans(before):
+    """Ends what the tool `orphan` left behind."""
+    for process in set(psutil.process_iter()) - before:
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline()[1:] == ["-c", "import time; time.sleep(600)"]:
+                process.kill()
 
 
 # A server as a stranger would write it
@@ -258,9 +267,7 @@ async def test_a_grandchild_that_holds_the_pipe_does_not_hold_the_call(gateway):
     assert (answer.status, answer.code) == (502, "tool_server_lost")
     assert time.monotonic() - started < 5
     assert await said(gateway, rollout, "echo", {"value": "next"}) == "next"
-    for process in set(psutil.process_iter()) - before:
-        if "time.sleep(600)" in " ".join(process.cmdline()):
-            process.kill()
+    kill_orphans(before)
 
 
 async def test_answers_that_are_no_answers_are_a_bad_gateway(gateway):
@@ -484,6 +491,35 @@ async def test_dedicated_processes_end_with_the_gateway(serve):
         rollouts = [hostile(gateway, "--stubborn"), hostile(gateway)]
         pids = [int(await said(gateway, rollout, "pid")) for rollout in rollouts]
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+async def test_deaths_are_seen_at_once_on_the_gateways_own_event_loop(tmp_path):
+    script = tmp_path / "gateway.py"
+    script.write_text(
+        "import asyncio, sys, time, uvloop\n"
+        "from megamcp.dataplane.stdio import StdioChild\n"
+        "from megamcp.dataplane.ports import Limits, StdioTarget\n"
+        "from megamcp.dataplane.protocol import ToolCall, UpstreamLost\n"
+        "async def main():\n"
+        f"    child = StdioChild('c', StdioTarget((sys.executable, {HOSTILE!r})), Limits())\n"
+        "    for tool in ('shut', 'orphan', 'die'):\n"
+        "        client = await child.upstream()\n"
+        "        started = time.monotonic()\n"
+        "        try:\n"
+        "            await asyncio.wait_for(client.call(ToolCall(tool, b'{}')), 10)\n"
+        "        except UpstreamLost:\n"
+        "            print(tool, time.monotonic() - started < 3, flush=True)\n"
+        "        await child.end()\n"
+        "    await child.aclose()\n"
+        "uvloop.run(main())\n"
+    )
+    before = set(psutil.process_iter())
+    gateway = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.getcwd()}
+    )
+    said_all, _ = await gateway.communicate()
+    assert said_all.decode().split() == ["shut", "True", "orphan", "True", "die", "True"]
+    kill_orphans(before)
 
 
 async def test_a_killed_gateway_leaves_no_dedicated_process(tmp_path):
