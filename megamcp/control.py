@@ -405,8 +405,7 @@ def stdio_target(
         (config.command, *(text.replace(DSN, dsn) for text in config.args)),
         {name: text.replace(DSN, dsn) for name, text in config.env.items()},
         cwd=str(environment.folder / (config.cwd or ".")),
-        # One that may be kept does not notice moves: its DSN leads to the rollout's database wherever that is.
-        generation=epoch if config.restart == "on_move" else 0,
+        generation=epoch,
         secrets=(dsn, password),
     )
 

@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -56,6 +56,8 @@ class Rollouts:
         self._settings = settings
         # One that ends calls needs two connections.
         self._enders = asyncio.Semaphore(max(1, settings.control_connections // 3))
+        self.before_move: Callable[[str], Awaitable[object]] | None = None
+        """Told of a rollback before it is done, so that processes of the rollout's own end what they are doing."""
         self.open_count = 0
         """Open rollouts in the database as the reaper last counted them, plus those made here since."""
 
@@ -239,9 +241,11 @@ class Rollouts:
                     code="foreign_checkpoint",
                     hint="Fork it instead (POST /v1/checkpoints/{id}/fork): that gives a new rollout at this point.",
                 )
+            environment = await self._environments.by_id(row["environment"], connection)
+            if environment.has_dedicated and self.before_move is not None:
+                await self.before_move(rollout)
             if not await connection.fetchval(sql.MOVE_BACK, rollout, checkpoint):
                 raise Gone(f"Checkpoint {checkpoint} was released.", code="checkpoint_gone")
-            environment = await self._environments.by_id(row["environment"], connection)
             if self._databases and environment.has_databases:
                 await self._databases.moved(connection, rollout, checkpoint)
             moved = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)

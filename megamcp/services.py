@@ -82,6 +82,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         dataplane = await stack.enter_async_context(Dataplane(control, limits(settings)))
         instance.on_cancel = dataplane.cancel
         instance.on_move = dataplane.moved
+        rollouts.before_move = dataplane.interrupt
         reaper = Reaper(store, environments, rollouts, settings)
         squasher = Squasher(store, environments, settings)
         stopping = asyncio.Event()

@@ -2,8 +2,9 @@
 
 The control plane says which process that is (`ControlPort.dedicated`, asked before each call). A process ends when it
 has been idle for long, when its rollout ends, when the target has changed, or when another rollout needs its place and
-it is the one that was used least recently; then the next call starts another. Processes of this gateway process only:
-another one has its own, and what both may do to the rollout's state is fenced by the state, not here.
+it is the one that was used least recently; then the next call starts another. When its rollout is rolled back a process
+that is idle is kept, unless its server says that it can't be; one that still works on a call of before is killed, since
+what it does next would be done to the state of after.
 """
 
 import asyncio
@@ -49,6 +50,10 @@ class Seat:
     @property
     def busy(self) -> bool:
         return self.waiting > 0 or self.child.busy
+
+    def outdated(self, generation: int) -> bool:
+        """Whether it can't be kept in this generation."""
+        return self.target.generation < generation and (self.server.restart_on_move or self.busy)
 
 
 class Dedicated:
@@ -96,10 +101,11 @@ class Dedicated:
                 await self._make_room()
             elif seat.stopping is not None:
                 await asyncio.wait({seat.stopping})
-            elif seat.target == target:
+            elif target.generation < seat.target.generation:
+                raise Conflict("The rollout was rolled back before the call was sent.", code="rolled_back")
+            elif seat.target == target and not seat.outdated(target.generation):
+                seat.target = target
                 return seat
-            elif seat.target.generation > target.generation:
-                raise Conflict("The rollout was moved before the call was sent.", code="rolled_back")
             else:
                 await asyncio.wait({self._stop(seat, "its rollout has moved", now=True)})
         raise UpstreamError(f"Tool server {place.server.name!r} has been stopped.", code="tool_server_stopped")
@@ -177,17 +183,16 @@ class Dedicated:
         if any(seat.stopping is None for seat in self._seats.values()):
             self._watch_idle()
 
+    async def interrupt(self, rollout_id: str) -> None:
+        """A rollout is about to be moved: what its processes are doing ends now."""
+        await self._end(lambda seat: seat.rollout.id == rollout_id and seat.busy, "its rollout is being rolled back")
+
     async def moved(self, rollout_id: str, epoch: int | None) -> None:
-        """A rollout was rolled back and began an epoch: processes of before that can't be kept end now, whatever they
-        are doing. Without an epoch it is over, and so are all its processes."""
-        if epoch is None:
-            await self._end(lambda seat: seat.rollout.id == rollout_id, "its rollout is over")
-            return
+        """A rollout began an epoch: processes that can't be kept end, whatever they are doing. Without an epoch it is
+        over, and so are all its processes."""
         await self._end(
-            lambda seat: (
-                seat.rollout.id == rollout_id and seat.server.restart_on_move and seat.target.generation < epoch
-            ),
-            "its rollout was rolled back",
+            lambda seat: seat.rollout.id == rollout_id and (epoch is None or seat.outdated(epoch)),
+            "its rollout is over" if epoch is None else "its rollout was rolled back",
         )
 
     async def forget(self, environment_id: int) -> None:

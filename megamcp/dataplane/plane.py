@@ -64,9 +64,13 @@ class Dataplane:
             raise _as_error(reply.body)
         return reply.body
 
+    async def interrupt(self, rollout_id: str) -> None:
+        """A rollout is about to be rolled back: calls that its dedicated servers are at end with their process."""
+        await self._environments.dedicated.interrupt(rollout_id)
+
     async def moved(self, rollout_id: str, epoch: int | None) -> None:
-        """A rollout was rolled back and began an epoch, or is over (None): its dedicated servers that can't be kept
-        are stopped, with what they are doing."""
+        """A rollout was rolled back and began an epoch, or is over (None): its dedicated servers that can't be kept, or
+        are still at a call of before, are stopped."""
         await self._environments.dedicated.moved(rollout_id, epoch)
 
     async def forget(self, environment_id: int) -> None:

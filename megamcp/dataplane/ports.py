@@ -50,8 +50,7 @@ class UrlTarget:
 class DedicatedTarget:
     """A server that each rollout has a process of its own of: `ControlPort.dedicated` says which.
 
-    `restart_on_move`: it can't be kept when its rollout is rolled back, since it remembers what it read. The
-    generation of its target is then the rollout's epoch.
+    `restart_on_move`: it can't be kept when its rollout is rolled back, since it remembers what it read.
     """
 
     restart_on_move: bool = False
@@ -61,15 +60,15 @@ class DedicatedTarget:
 class StdioTarget:
     """One rollout's process of a dedicated server: MCP, one message a line, over its stdin and stdout.
 
-    A process serves one target; another target is another process. `generation` only grows, and a target of an older
-    one is never started again: it says which of two is out of date. `secrets` are texts (passwords, DSNs) that are
-    left out of everything that is logged or told of what the process prints.
+    A process serves one target; another target is another process. `generation` is the rollout's epoch: it says which
+    of two targets is out of date, and that calls of an older one may not go on. `secrets` are texts (passwords, DSNs)
+    that are left out of everything that is logged or told of what the process prints.
     """
 
     command: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
-    generation: int = 0
+    generation: int = field(default=0, compare=False)
     secrets: tuple[str, ...] = ()
 
 

@@ -215,3 +215,18 @@ async def test_the_journal_says_what_the_server_was_asked(store: Store) -> None:
     (call,) = [event for event in events if event["kind"] == "call"]
     assert (call["server"], call["tool"], call["state"]) == ("store", "execute", "done")
     assert call["arguments"] == {"sql": "update books set stock = 3 where id = 1"}
+
+
+async def test_nothing_of_a_call_in_flight_reaches_the_state_after_a_rollback(store: Store) -> None:
+    (rollout,) = await store.open("writes")
+    await store.call(rollout, "execute", "update books set stock = 5")
+    checkpoint = (await store.post(f"/v1/rollouts/{rollout}/checkpoints"))["id"]
+    steps = "; ".join(f"update books set stock = {number}; commit; select pg_sleep(0.3)" for number in range(40))
+    body = {"tool": "execute", "arguments": {"sql": steps}}
+    call = asyncio.create_task(store.http.post(f"/v1/rollouts/{rollout}/call", json=body))
+    await asyncio.sleep(1.0)
+    await store.post(f"/v1/rollouts/{rollout}/rollback", checkpoint=checkpoint)
+    assert (await call).status_code in (409, 502)
+    for _ in range(4):
+        assert await store.total(rollout) == 500
+        await asyncio.sleep(0.3)

@@ -429,41 +429,57 @@ async def test_many_rollouts_share_few_places(gateway):
 
 
 async def test_a_target_that_changed_gets_another_process_and_an_older_one_is_refused(gateway):
-    generation = 1
-    view = dedicated(gateway, lambda rollout: over_stdio(HOSTILE, generation=generation))
+    options, generation = (), 1
+    view = dedicated(gateway, lambda rollout: over_stdio(HOSTILE, *options, generation=generation))
     rollout = gateway.control.open(view)
     first = await said(gateway, rollout, "pid")
     assert await said(gateway, rollout, "pid") == first
-    generation = 2
+    options, generation = ("--noisy",), 2
     second = await said(gateway, rollout, "pid")
     assert second != first
     assert not psutil.pid_exists(int(first))
-    generation = 1
+    options, generation = (), 1
     answer = await gateway.call(rollout, "pid")
     assert (answer.status, answer.code) == (409, "rolled_back")
-    generation = 2
+    options, generation = ("--noisy",), 2
     assert await said(gateway, rollout, "pid") == second
 
 
-@pytest.mark.parametrize("restart", [False, True])
-async def test_a_rollback_stops_the_processes_that_can_not_be_kept(gateway, restart):
-    def target(rollout):
-        return over_stdio(HOSTILE, generation=rollout.epoch if restart else 0)
+def of_epoch(rollout):
+    return over_stdio(HOSTILE, generation=rollout.epoch)
 
-    view = dedicated(gateway, target, restart_on_move=restart)
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_rollback_keeps_an_idle_process_unless_its_server_can_not_be_kept(gateway, restart):
+    rollout = gateway.control.open(dedicated(gateway, of_epoch, restart_on_move=restart))
+    pid = int(await said(gateway, rollout, "pid"))
+    gateway.control.roll_back(rollout)
+    await gateway.plane.interrupt(rollout)
+    await gateway.plane.moved(rollout, 2)
+    assert psutil.pid_exists(pid) is not restart
+    now = int(await said(gateway, rollout, "pid"))
+    assert (now == pid) is not restart
+    await gateway.plane.moved(rollout, 2)  # told late: the process is of this epoch already
+    assert int(await said(gateway, rollout, "pid")) == now
+
+
+@pytest.mark.parametrize("told", ["before", "after", "never"])
+async def test_a_call_of_before_a_rollback_ends_with_its_process(gateway, told):
+    view = dedicated(gateway, of_epoch)
     rollout, other = gateway.control.open(view), gateway.control.open(view)
     pids = [int(await said(gateway, each, "pid")) for each in (rollout, other)]
-    call = asyncio.create_task(gateway.call(rollout, "sleep", {"seconds": 1}))
+    call = asyncio.create_task(gateway.call(rollout, "sleep", {"seconds": 10}))
     await until(lambda: len(gateway.control.journal) == 3)
+    if told == "before":
+        await gateway.plane.interrupt(rollout)
     gateway.control.roll_back(rollout)
-    await gateway.plane.moved(rollout, 2)
-    assert psutil.pid_exists(pids[0]) is not restart
+    if told == "after":
+        await gateway.plane.moved(rollout, 2)
+    if told == "never":  # another gateway process has moved it: the next call finds out
+        assert await said(gateway, rollout, "pid") != str(pids[0])
+    assert not psutil.pid_exists(pids[0])
     assert psutil.pid_exists(pids[1])
-    assert ("result" in (await call).json) is not restart
-    now = await said(gateway, rollout, "pid")
-    assert (int(now) == pids[0]) is not restart
-    await gateway.plane.moved(rollout, 2)  # told late: the process is of this epoch already
-    assert await said(gateway, rollout, "pid") == now
+    assert (await call).code == "tool_server_lost"
 
 
 async def test_the_end_of_a_rollout_is_the_end_of_its_process(gateway):
