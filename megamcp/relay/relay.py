@@ -1,7 +1,6 @@
 """The listening side: who may come in, how many, and who may cancel whom."""
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import secrets
@@ -20,7 +19,7 @@ from megamcp.relay.wire import Wire
 _log = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 5.0
-_HIDDEN: Final = (errors.NotFound, errors.Gone, errors.Unauthorized)
+_TOLD: Final = (errors.Unavailable, errors.NoCapacity, errors.DeadlineExceeded, errors.UpstreamError)
 
 
 @dataclass(slots=True)
@@ -32,8 +31,9 @@ class _Entry:
 class Relay:
     """A door to many databases, each of which may be moved while its clients stay connected.
 
-    `resolve` is asked at each login and whenever a backend has gone. NotFound, Gone and Unauthorized at a login look
-    like a wrong password; any other error is told as it is, so it must not depend on whether the login exists.
+    `resolve` is asked at each login and whenever a backend has gone. What it raises at a login looks like a wrong
+    password, but for Unavailable, NoCapacity, DeadlineExceeded and UpstreamError: these are told as they are, so they
+    must not depend on whether the login exists.
     `patience_s` is how long a client waits for its database to be reachable; `idle_s` how long a client may send
     nothing while nobody works for it; `startup_s` how long a login may take. Times are seconds.
     """
@@ -136,9 +136,13 @@ class Relay:
 
     async def _authenticate(self, wire: Wire, greeting: Greeting) -> None:
         password: str | None = None
-        with contextlib.suppress(*_HIDDEN):
+        try:
             route = await self._resolve(greeting.user, greeting.database)
             password = route.secret or route.password
+        except _TOLD:
+            raise
+        except errors.MegaMCPError as error:
+            _log.info("A login of the relay leads nowhere: %s", error.code)
         await login.authenticate(wire, greeting.user, password, self._secret)
 
     def _admit(self, wire: Wire, greeting: Greeting) -> None:

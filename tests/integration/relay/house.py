@@ -22,12 +22,9 @@ create function megamcp.leave() returns void language sql security definer
     as 'select pg_catalog.pg_advisory_unlock_shared({LOCK})';
 create table public.ledger (id bigint generated always as identity, who text not null, n bigint not null);
 grant all on public.ledger to public;
-create function megamcp.unlock_all() returns void language sql security definer as $$
-    select pg_catalog.pg_advisory_unlock(objid::bigint) from pg_catalog.pg_locks
-    where locktype = 'advisory' and pid = pg_catalog.pg_backend_pid() and objid <> {LOCK};
-$$;
-create or replace function pg_catalog.pg_advisory_unlock_all() returns void language sql volatile
-    as 'select megamcp.unlock_all()'; -- asyncpg calls it whenever a connection goes back to its pool
+-- asyncpg calls it whenever a connection goes back to its pool; the lock has to stay until the transaction is over
+alter function pg_catalog.pg_advisory_unlock_all() rename to mm_unlock_all;
+create function pg_catalog.pg_advisory_unlock_all() returns void language sql as 'select';
 """
 
 

@@ -41,8 +41,20 @@ grant usage on schema megamcp to public;
 grant execute on function megamcp.call_begin(text, text, text), megamcp.call_finish(text, text, text, text, boolean),
     megamcp.call_fail(text, text, text, text), megamcp.query_begin(text), megamcp.enter(), megamcp.leave() to public;
 
--- Functions that reach what the views hide, other sessions, the server's files, or our lock. (asyncpg ends each use of
--- a pooled connection with pg_advisory_unlock_all(); it lets go only of what its own session holds, so it stays.)
+-- asyncpg ends each use of a pooled connection with pg_advisory_unlock_all(). Agents have no advisory locks of their own,
+-- and the one that megamcp.enter() took for them has to stay until the transaction is over: so it does nothing for them.
+-- PostgreSQL calls its own functions by their number and not by what the catalog says, hence another under the old name.
+alter function pg_catalog.pg_advisory_unlock_all() rename to mm_unlock_all;
+revoke all on function pg_catalog.mm_unlock_all() from public;
+create function pg_catalog.pg_advisory_unlock_all() returns void
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+begin
+    if has_function_privilege('pg_catalog.mm_unlock_all()', 'execute') then
+        perform pg_catalog.mm_unlock_all();
+    end if;
+end $$;
+
+-- Functions that reach what the views hide, other sessions, the server's files, or our lock.
 do $do$
 declare
     f record;
