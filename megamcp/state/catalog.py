@@ -41,6 +41,7 @@ class Key:
     deferrable: bool = False
     deferred: bool = False  # INITIALLY DEFERRED
     primary: bool = False
+    constraint: bool = False  # not an index only
     number: int = 0  # of its events, among those of foreign keys
 
     @property
@@ -268,6 +269,7 @@ def _key(row: Any, names: tuple[str, ...]) -> Key:
         deferrable=row["deferrable"],
         deferred=row["deferred"],
         primary=row["indisprimary"],
+        constraint=row["is_constraint"],
     )
 
 

@@ -10,12 +10,12 @@ cascaded statements to the same queue. So does this:
 - The outermost AFTER STATEMENT trigger of a level drains its queue in order; cascades are plain DML through the views,
   whose triggers append to the queue and leave the draining to it.
 
-- What belongs to a deferrable constraint goes on from the queue to a table of the constraint's own (`_late`).
+- What belongs to a deferrable constraint goes on from the queue to a table of the constraint's own (`late`).
 
 The queue is an unlogged table with rows of running transactions only (told apart by backend).
 """
 
-from megamcp.state import probes, unique
+from megamcp.state import late, probes, unique
 from megamcp.state.catalog import Catalog, ForeignKey, Table
 from megamcp.state.expressions import changed
 from megamcp.state.names import body_quote, ident, literal
@@ -108,16 +108,16 @@ def drain(state: str, visible: str, catalog: Catalog) -> str:
     for foreign in catalog.foreign_keys:
         now = ""
         if foreign.deferrable:
-            parts.append(_late(state, visible, foreign.number, foreign.name, foreign.deferred))
-            late = ["'c'"] + [f"'{e}'" for e, a in (("u", foreign.on_update), ("d", foreign.on_delete)) if a == "a"]
-            if len(late) < 3:
-                now = f"if _event.event not in ({', '.join(late)}) then {_call(s, foreign.number)} else "
-            now += _put_off(visible, foreign.number) + (" end if;" if now else "")
+            parts.append(late.table(state, visible, foreign.number, foreign.name, foreign.deferred))
+            kinds = ["'c'"] + [f"'{e}'" for e, a in (("u", foreign.on_update), ("d", foreign.on_delete)) if a == "a"]
+            if len(kinds) < 3:
+                now = f"if _event.event not in ({', '.join(kinds)}) then {_call(s, foreign.number)} else "
+            now += late.put_off(visible, foreign.number) + (" end if;" if now else "")
         arms += f"      when {foreign.number} then {now or _call(s, foreign.number)}\n"
     for table, key in unique.late_keys(catalog):
         parts.append(unique.event_function(state, visible, table, key))
-        parts.append(_late(state, visible, key.number, key.name, key.deferred))
-        arms += f"      when {key.number} then {_put_off(visible, key.number)}\n"
+        parts.append(late.table(state, visible, key.number, key.name, key.deferred))
+        arms += f"      when {key.number} then {late.put_off(visible, key.number)}\n"
     calls = f"    case _event.number\n{arms}    end case;\n" if arms else ""
     body = f"""declare
   _event record;
@@ -149,37 +149,8 @@ end"""
     return "".join(parts)
 
 
-_EVENT = "_event.event, _event.before, _event.after, _event.row"
-
-
 def _call(s: str, number: int) -> str:
-    return f'perform {s}."~event {number}"({_EVENT});'
-
-
-def _put_off(visible: str, number: int) -> str:
-    return f'insert into {ident(visible)}."~late {number}" (event, before, after, row) values ({_EVENT});'
-
-
-def _late(state: str, visible: str, number: int, name: str, deferred: bool) -> str:
-    """Events of a deferrable constraint come to a table that has a deferrable trigger of the constraint's name.
-
-    So PostgreSQL itself says when the constraint is due: now, at SET CONSTRAINTS or at COMMIT, in savepoints too. The
-    table stands in v_<h>, where SET CONSTRAINTS looks the name up; nobody but the owner has a right on it.
-    """
-    s, late = ident(state), f'{ident(visible)}."~late {number}"'
-    return f"""
-create unlogged table {late} (
-  id bigint generated always as identity primary key, event "char", before text, after text, row bigint
-);
-create function {s}."~late {number}"() returns trigger {_HEAD} $body$
-begin
-  delete from {late} q where q.id = new.id;
-  perform {s}."~event {number}"(new.event, new.before, new.after, new.row);
-  return null;
-end $body$;
-create constraint trigger {ident(name)} after insert on {late}
-  deferrable initially {"deferred" if deferred else "immediate"} for each row execute function {s}."~late {number}"();
-"""
+    return f'perform {s}."~event {number}"({late.EVENT});'
 
 
 def _detail(columns: tuple[str, ...], record: str, tail: str) -> str:

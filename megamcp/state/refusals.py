@@ -88,6 +88,7 @@ IN_FUNCTION = {
         "MERGE in a function", "its rows can't be told from the caller's", "Use INSERT, UPDATE, DELETE."
     ),
     "TruncateStmt": Refusal("TRUNCATE in a function", _FUNCTION, "Use DELETE."),
+    "ConstraintsSetStmt": Refusal("SET CONSTRAINTS in a function", _FUNCTION, "Send it from the tool."),
     "lock": Refusal("SELECT … FOR UPDATE/SHARE in a function", _FUNCTION, "Leave it out: a call that writes is alone."),
     "override": Refusal("OVERRIDING in a function", _FUNCTION, "Write it in the tool server."),
     "several": Refusal("a command in a function that writes several tables", _FUNCTION, "Write one after another."),
@@ -123,6 +124,7 @@ NO_SLEEP = Refusal("pg_sleep() in a query", "it holds a connection for nothing",
 # Statements by parse-tree node. What is in no table is refused too: new syntax starts refused.
 READ_STATEMENTS = frozenset({"SelectStmt"})
 WRITE_STATEMENTS = frozenset({"InsertStmt", "UpdateStmt", "DeleteStmt", "MergeStmt"})
+OTHER_STATEMENTS = frozenset({"TruncateStmt", "ConstraintsSetStmt", "FetchStmt", "ClosePortalStmt", "VariableShowStmt"})
 CURSOR_STATEMENTS = frozenset({"DeclareCursorStmt", "FetchStmt", "ClosePortalStmt"})
 _STATEMENTS = {
     "CopyStmt": Refusal("COPY", "it bypasses views", "Use INSERT with arrays and unnest(), and SELECT."),
@@ -135,9 +137,6 @@ _STATEMENTS = {
     "NotifyStmt": Refusal("NOTIFY", "it would reach other rollouts", "Write a row instead."),
     "DoStmt": Refusal("DO", "its body could not be checked", "Write the logic in the tool."),
     "CallStmt": Refusal("CALL", "a procedure may control transactions", "Use a function, or the tool."),
-    "ConstraintsSetStmt": Refusal(
-        "SET CONSTRAINTS", "constraints are checked statement by statement", "Order the writes to fit."
-    ),
     "CreateTableAsStmt": Refusal("CREATE TABLE AS", _SCHEMA_IS_LOADED, "Use a CTE, or fetch the rows."),
     "DiscardStmt": Refusal("DISCARD", "the connection is shared by calls", "Leave it out."),
     "LoadStmt": Refusal("LOAD", "it runs outside any rollout", _DATABASE),

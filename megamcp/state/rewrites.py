@@ -32,10 +32,12 @@ Fetch = Callable[..., Awaitable[Sequence[Any]]]
 """fetch(sql, *arguments) → rows, on the connection that will run the statement. May raise PostgreSQL's errors."""
 
 _CANDIDATE = re.compile(
-    r"\bconflict\b|\boverriding\b|\bcurrent_|\blocaltime|\btruncate\b|\bfor\s+(no\s|key\s|update|share)", re.I
+    r"\bconflict\b|\boverriding\b|\bcurrent_|\blocaltime|\btruncate\b|\bconstraints\b|\bfor\s+(no\s|key\s|update|share)",
+    re.I,
 )
 _KEPT = 1_000
 
+_COMPANION = "select 'w_' || substr(current_schema(), 3)"
 _TABLE = """
 select current_schema()::text as visible, array(
   select a.attname::text from pg_catalog.pg_attribute a
@@ -136,6 +138,8 @@ class Rewriter:
         statement = getattr(node, node.WhichOneof("node"))
         if node.HasField("truncate_stmt"):
             return await self._truncate(statement, fetch, path)
+        if node.HasField("constraints_set_stmt"):
+            return await self._constraints(statement, fetch)
         changed = not read_only and _unlocked(tree)
         parts: list[str] = []
         conflicts = False
@@ -179,6 +183,11 @@ class Rewriter:
         restart, cascade = statement.restart_seqs, statement.behavior == pb.DROP_CASCADE
         listed = ", ".join(map(literal, names))
         return f'call {ident(schema)}."~truncate"(array[{listed}], {restart}, {cascade})'
+
+    async def _constraints(self, statement: pb.ConstraintsSetStmt, fetch: Fetch) -> str:
+        names = ", ".join(literal(item.range_var.relname) for item in statement.constraints)
+        (row,) = await fetch(_COMPANION)
+        return f'call {ident(row[0])}."~constraints"({f"array[{names}]" if names else "null"}, {statement.deferred})'
 
     async def _overriding(self, insert: pb.InsertStmt, fetch: Fetch, path: str) -> bool:
         """Sends the rows through the view that takes or draws all identity values, where the table has such columns."""

@@ -30,6 +30,7 @@ from megamcp.state import (
     digests,
     filling,
     foreign_keys,
+    late,
     refuse,
     rewrites,
     rights,
@@ -41,7 +42,7 @@ from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, ROW, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 9
+COMPILER_VERSION = 10
 _ATTEMPTS = 20
 MODULUS = 1 << 128
 
@@ -234,7 +235,12 @@ async def _compile(
     await rights.as_view(conn, v, "".join(views.defaults(s, v, table) for table in found.tables))
     beside = "".join(companions.create(s, v, found, table) for table in found.tables)
     await rights.as_owner(
-        conn, s, beside + companions.truncate(s, v, found) + companions.grants(v, (made.tool_role, view))
+        conn,
+        s,
+        beside
+        + companions.truncate(s, v, found)
+        + late.procedure(made.companion_schema, v, found)
+        + companions.grants(v, (made.tool_role, view)),
     )
     await _rewrite_functions(conn, v, found)
     await conn.execute(

@@ -274,10 +274,10 @@ class _Check:
             self._explain(node)
             return
         if self._query:
-            known = kind in refusals.WRITE_STATEMENTS | refusals.CURSOR_STATEMENTS
+            known = kind in refusals.WRITE_STATEMENTS | refusals.CURSOR_STATEMENTS | refusals.OTHER_STATEMENTS
             refusal = refusals.NOT_A_QUERY if known else refusals.statement(kind)
             self._refuse(refusals.NOT_A_QUERY if kind == "VariableShowStmt" else refusal)
-        if kind in refusals.WRITE_STATEMENTS | {"TruncateStmt", "FetchStmt", "ClosePortalStmt", "VariableShowStmt"}:
+        if kind in refusals.WRITE_STATEMENTS | refusals.OTHER_STATEMENTS:
             return
         if kind == "DeclareCursorStmt":
             with_hold = 0x0020  # CURSOR_OPT_HOLD in nodes/parsenodes.h

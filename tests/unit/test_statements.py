@@ -134,7 +134,6 @@ REFUSED = {
     "vacuum": "VACUUM or ANALYZE",
     "analyze t": "VACUUM or ANALYZE",
     "discard all": "DISCARD",
-    "set constraints all deferred": "SET CONSTRAINTS",
     "with d as (delete from t returning *) update t set a = 1": "two parts of one command that write table t",
     "with d as (delete from t), e as (insert into t select 1) select 1": "two parts of one command that write table t",
     "with d as (delete from u returning *) merge into t using d on true when matched then delete": (

@@ -17,7 +17,7 @@ where c.relnamespace = $1::text::regnamespace and c.relkind = 'r' order by c.oid
 -- name: indexes
 select c.relname as table, i.relname as name, x.indisunique, x.indisprimary, x.indnullsnotdistinct, am.amname as method,
        pg_get_expr(x.indpred, x.indrelid) as predicate, x.indnkeyatts, coalesce(k.condeferrable, false) as deferrable,
-       coalesce(k.condeferred, false) as deferred,
+       coalesce(k.condeferred, false) as deferred, k.oid is not null as is_constraint,
        array(select pg_get_indexdef(x.indexrelid, n, true) from generate_series(1, x.indnatts) n) as items,
        array(select case when o.opcdefault then '' else quote_ident(n.nspname) || '.' || quote_ident(o.opcname) end
              from unnest(x.indclass::oid[]) with ordinality u(id, n2) join pg_opclass o on o.oid = u.id

@@ -131,3 +131,32 @@ async def test_cursors_work_within_a_call(world) -> None:
         for sql, rows in (("fetch next from c", [(2,)]), ("fetch backward 1 from c", [(1,)]), ("close c", [])):
             check_statement(sql)
             assert [tuple(row) for row in await db.fetch(sql)] == rows
+
+
+@pytest.mark.support("SET CONSTRAINTS ALL | name, … DEFERRED | IMMEDIATE", "exact")
+def test_set_constraints_is_taken_for_the_environment_s_own(compare: Callable[..., None]) -> None:
+    ddl = (
+        "create table parent (id int primary key, u int constraint u unique deferrable);"
+        "create table child (id int primary key check (id > 0), p int constraint f references parent deferrable,"
+        " q int constraint g references parent deferrable initially deferred, n int constraint n unique);"
+    )
+    compare(
+        ddl,
+        ["parent", "child"],
+        ["insert into parent values (1, 1)"],
+        [
+            "insert into child values (1, 9)",
+            "set constraints all deferred",
+            "insert into child values (1, 2, 3)",
+            "insert into parent values (2, 1), (3, 3)",
+            "set constraints f, g immediate",
+            "set constraints all immediate",
+            "update parent set u = id",
+            "set constraints all immediate",
+            "insert into child values (2, 1, 9)",
+            "set constraints n deferred",
+            "set constraints child_id_check deferred",
+            "set constraints nothing deferred",
+            "set constraints f, nothing deferred",
+        ],
+    )

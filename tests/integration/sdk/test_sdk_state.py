@@ -27,6 +27,7 @@ create table note (
     id integer generated always as identity primary key, at timestamptz not null default now(), text text not null
 );
 create table tally (name text primary key, n integer not null default 1);
+create table pair (id integer primary key, other integer references pair deferrable initially deferred);
 """
 TALLY = Table("tally", MetaData(), Column("name", String, primary_key=True), Column("n", Integer))
 
@@ -81,6 +82,16 @@ async def clash(db: AsyncConnection) -> str:
     except ProgrammingError as error:
         return str(getattr(error.orig, "sqlstate", ""))
     return "none"
+
+
+@server.tool
+async def pair(db: AsyncConnection, ids: list[int], late: bool = True) -> int:
+    """Rows of a ring: each refers to the next."""
+    if not late:
+        await db.execute(text("set constraints all immediate"))
+    for one, other in zip(ids, [*ids[1:], ids[0] if len(ids) > 1 else -1], strict=True):
+        await db.execute(text("insert into pair values (:a, :b)"), {"a": one, "b": other})
+    return int((await db.execute(text("select count(*) from pair"))).scalar_one())
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -164,3 +175,21 @@ async def test_on_conflict_works_through_the_connection(notes: tuple[Client, Cou
     assert "cannot affect row a second time" in reply.result["content"][0]["text"]
     reply = await client.call("clash", handle=database.handle(rollout))
     assert reply.result["structuredContent"]["result"] == "42P10"
+
+
+async def test_what_a_deferred_constraint_says_at_commit_is_the_calls_error(
+    notes: tuple[Client, CounterDatabase],
+) -> None:
+    client, database = notes
+    rollout = await database.rollout()
+
+    async def call(**arguments: Any) -> dict[str, Any]:
+        result: dict[str, Any] = (await client.call("pair", arguments, handle=database.handle(rollout))).result
+        return result
+
+    assert (await call(ids=[1, 2, 3]))["structuredContent"] == {"result": 3}
+    at_commit, at_once = await call(ids=[4]), await call(ids=[4], late=False)
+    for refused in (at_commit, at_once):
+        assert refused["isError"]
+        assert 'violates foreign key constraint "pair_other_fkey"' in refused["content"][0]["text"]
+    assert (await call(ids=[4, 5]))["structuredContent"] == {"result": 5}
