@@ -17,7 +17,7 @@ from typing import Any
 import postgast
 
 from megamcp.state import keyless, probes, triggers
-from megamcp.state.catalog import Catalog, Column, Table
+from megamcp.state.catalog import Catalog, Column, Key, Table
 from megamcp.state.names import LAYER, STAMP, body_quote, hidden, ident, literal
 from megamcp.state.tables import delta, match
 
@@ -211,6 +211,19 @@ def _overriding(state: str, visible: str, catalog: Catalog, table: Table, system
     )
 
 
+def _met(state: str, table: Table, key: Key) -> str:
+    return f"coalesce({probes.clash(state, table, key, 'new', other=False)}, false)"
+
+
+def _no_arbiter(visible: str, table: Table, key: Key) -> str:
+    return (
+        "raise exception using errcode = '55000',\n      message = "
+        "'ON CONFLICT does not support deferrable unique constraints/exclusion constraints as arbiters',\n"
+        f"      schema = {literal(visible)}, table = {literal(table.name)}, "
+        f"constraint = {literal(key.name)};"
+    )
+
+
 def _conflict(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     name = hidden(table.name, "conflict")
     row_type = f"{ident(visible)}.{ident(table.name)}"
@@ -221,8 +234,9 @@ def _conflict(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     columns += [(set_column(number), column.type) for number, column in settable]
 
     hits = "".join(
-        f"  if {literal(key.name)} = any (_mm_row._mm_arbiters) then\n"
-        f"    _mm_hit := _mm_hit or ({probes.clash(state, table, key, 'new', other=False)});\n  end if;\n"
+        f"  if {literal(key.name)} = any (_mm_row._mm_arbiters) and not _mm_hit then\n"
+        f"    {_no_arbiter(visible, table, key) if key.deferrable else f'_mm_hit := {_met(state, table, key)};'}\n"
+        "  end if;\n"
         for key in table.keys
     )
     proposed = ", ".join(f"_mm_row.{ident(n)}" for n in table.names)

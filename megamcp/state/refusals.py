@@ -56,11 +56,6 @@ TOO_WIDE = Refusal(
 SEVERAL_KEYS = Refusal(
     f"{_CONFLICT} DO UPDATE over several keys at once", "each may meet another row", "Name one key by ON CONSTRAINT."
 )
-DEFERRABLE_KEY = Refusal(
-    f"{_CONFLICT} without a key, on a table with a deferrable one",
-    "PostgreSQL takes no deferrable key as arbiter",
-    "Name the key that is meant.",
-)
 SET_OF_SUBSELECT = Refusal(
     f"{_CONFLICT} DO UPDATE SET (…) = (SELECT …)", "its columns can't be taken apart", "Assign them one by one."
 )

@@ -49,7 +49,7 @@ select current_schema()::text as visible, array(
   to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $3::text)) is not null as identities
 """
 _KEYS = """
-select i.relname::text as name, x.indimmediate as immediate, x.indnullsnotdistinct as nulls_equal,
+select i.relname::text as name, x.indnullsnotdistinct as nulls_equal,
   pg_get_expr(x.indpred, x.indrelid) as predicate,
   array(select pg_get_indexdef(x.indexrelid, n::int, true) from generate_series(1, x.indnkeyatts) n) as items
 from pg_catalog.pg_index x join pg_catalog.pg_class i on i.oid = x.indexrelid
@@ -73,7 +73,6 @@ class Unmet(Exception):
 @dataclass(frozen=True, slots=True)
 class _Key:
     name: str
-    immediate: bool
     nulls_equal: bool
     predicate: str | None
     items: tuple[str, ...]
@@ -215,7 +214,7 @@ class Rewriter:
                 return None
             schema = "w_" + row["visible"].removeprefix("v_")
             keys = [
-                _Key(k["name"], k["immediate"], k["nulls_equal"], k["predicate"], tuple(k["items"]))
+                _Key(k["name"], k["nulls_equal"], k["predicate"], tuple(k["items"]))
                 for k in await fetch(_KEYS, schema, name)
             ]
             columns, accepted = tuple(row["columns"]), tuple(row["accepted"])
@@ -270,8 +269,6 @@ async def _arbiters(clause: pb.OnConflictClause, table: _Table, alias: str, fetc
             raise Unmet(
                 f"insert into {ident(table.schema)}.{ident(table.name)} default values on conflict do update set x = 1"
             )
-        if not all(key.immediate for key in table.keys):
-            refuse(refusals.DEFERRABLE_KEY)
         return table.keys
     probe = pb.ParseResult()
     made = probe.stmts.add().stmt.insert_stmt

@@ -1,5 +1,7 @@
 """Unique keys of every form, checked at once or late, beside plain tables."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.integration.overlay.twins import Twins
@@ -187,3 +189,37 @@ async def test_match_full_takes_all_or_nothing(world):
     await twins.call("insert into g values (5, 1)")
     await twins.call("delete from p")
     await twins.call("insert into h values (null), (9)", "insert into h values (null), (1)")
+
+
+def test_on_conflict_takes_every_form_of_key(compare: Callable[..., None]) -> None:
+    ddl = (
+        "create table t (id int primary key, name text, live bool default true, n int, hits int default 0);"
+        "create unique index t_live on t (name) where live; create unique index t_low on t (lower(name), n);"
+        "create table bag (name text unique, n int unique nulls not distinct, note text default 'x');"
+        "create table late (id int primary key deferrable, code text unique, n int);"
+    )
+    compare(
+        ddl,
+        ["t", "bag", "late"],
+        ["insert into t values (1, 'a', true, 1), (2, 'a', false, 2)", "insert into bag values ('a', 1), (null, null)"],
+        [
+            "insert into t values (3, 'a') on conflict (name) where live do nothing returning id",
+            "insert into t values (3, 'b'), (4, 'a') on conflict (name) where live do update set hits = t.hits + 1"
+            " returning *",
+            "insert into t values (5, 'A', false, 1), (6, 'A', false, 3) on conflict (lower(name), n) do update"
+            " set hits = t.hits + 10, n = 9 returning id, hits, n",
+            "insert into t values (7, 'B', true, 3) on conflict do nothing",
+            "insert into t values (7, 'b', false, 3) on conflict (name) do nothing",
+            "insert into bag values ('a', 2), ('b', 1), ('c', 5) on conflict do nothing returning name",
+            "insert into bag values ('a', 7), ('d', 8) on conflict (name) do update set note = excluded.n::text"
+            " where bag.n < 5 returning *",
+            "insert into bag values ('a', 7), ('a', 8) on conflict (name) do update set note = 'y'",
+            "insert into bag values ('e', null) on conflict (n) do update set note = 'z', n = 77 returning *",
+            "insert into bag values ('a', 1), ('a', 2) on conflict (name) do update set note = 'n' where false",
+            "insert into late values (1, 'a', 1), (1, 'b', 2) on conflict (code) do nothing",
+            "insert into late values (2, 'c', 1), (3, 'c', 2) on conflict (code) do nothing returning id",
+            "insert into late values (4, 'c', 5) on conflict (code) do update set n = late.n + excluded.n returning *",
+            "insert into late values (4, 'd', 5) on conflict (id) do nothing",
+            "insert into late values (4, 'd', 5) on conflict do nothing",
+        ],
+    )

@@ -75,7 +75,10 @@ async def _names(conn: asyncpg.Connection, sql: str) -> set[str]:
 
 
 async def test_the_tool_login_executes_these_functions_and_no_other(attack: Attack, tool: asyncpg.Connection) -> None:
-    beside = {f'w_{attack.state.hash}."~truncate"(text[],boolean,boolean)'}
+    beside = {
+        f'w_{attack.state.hash}."~truncate"(text[],boolean,boolean)',
+        f'w_{attack.state.hash}."~constraints"(text[],boolean)',
+    }
     assert await _names(tool, EXECUTABLE) == VISIBLE | SHARED | CALLS | beside
 
 
