@@ -213,8 +213,8 @@ begin
              where t.tableoid = y.place and t.ctid = y.at$q$, one, megamcp.image(relation, 'r')) using doomed;
     end if;
     if wanted is not null then
-        execute format('insert into %s (%s) overriding system value select %s from megamcp.rows_of($1, null::%s) d',
-                       name, columns, columns, name) using wanted;
+        execute format('insert into %s %s overriding system value select %s from megamcp.rows_of($1, null::%s) d',
+                       name, '(' || columns || ')', columns, name) using wanted;
     end if;
 end $$;
 
