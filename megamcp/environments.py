@@ -133,7 +133,7 @@ class Environments:
     async def _reset_logins(self, connection: asyncpg.Connection, identifier: int) -> None:
         """Undoes what a tool server did to its own login (its password, its settings)."""
         rows = await connection.fetch(
-            "select descriptor from megamcp.servers where environment = $1 and descriptor is not null", identifier
+            "select descriptor from megamcp.servers where environment = $1 and kind = 'schema'", identifier
         )
         for row in rows:
             known = state.SchemaState.from_json(row["descriptor"])

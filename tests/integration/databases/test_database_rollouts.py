@@ -177,3 +177,10 @@ async def test_a_rollout_over_its_quota_can_only_go_back(shop: Shop) -> None:
         await shop.checkpoint(rollout)
     await shop.roll_back(rollout, point["id"])
     assert await stock(shop, rollout) == 13
+
+
+async def test_loading_what_is_loaded_already_gives_the_same_version(shop: Shop) -> None:
+    environments = shop.services.environments
+    before = await environments.find("sql")
+    again = await environments.load(before.folder)
+    assert (again.id, again.hash) == (before.id, before.hash)

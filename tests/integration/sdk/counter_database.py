@@ -20,7 +20,7 @@ from megamcp.handles import Mode, Signer, fingerprint, new_id
 
 ROOT = Path(__file__).parents[3]
 REVISIONS = sorted((ROOT / "migrations" / "sql").glob("*.sql"))
-SQL = (*REVISIONS, ROOT / "megamcp/sql/control.sql", ROOT / "megamcp/state/sql/state.sql")
+SQL = (*REVISIONS, ROOT / "megamcp/state/sql/state.sql", ROOT / "megamcp/sql/control.sql")
 
 TABLES = """
 create schema v_test;
