@@ -122,7 +122,7 @@ class Cluster:
                     scripts,
                     progress or (lambda *_: None),
                 )
-                await self._disown(admin)
+                await logins.disown(admin, await logins.strangers(admin, made))
                 await source.install(admin, keys)
             async with self._access.maintenance() as connection:
                 await self._shut(connection, made)
@@ -167,22 +167,20 @@ class Cluster:
                     await asyncio.shield(
                         connection.execute(f"alter database {ident(source_name)} with allow_connections true")
                     )
-            await failpoint("clone.created")
-            await connection.execute(source.database_rights(target))
+        # What follows is the copy's own business; the next one may be made meanwhile.
+        await failpoint("clone.created")
+        async with self._access.maintenance() as connection:
             await self._clean(connection, target, login)
             await failpoint("clone.cleaned")
+            await connection.execute(source.database_rights(target))
             if login is not None:
-                await self.admit(target, login, password)
+                await self._admit(connection, target, login, password)
         await failpoint("clone.admitted")
 
     async def admit(self, name: str, login: str, password: str) -> None:
         """Make or renew a database's login and open the database."""
         async with self._access.maintenance() as connection:
-            exists = await connection.fetchval("select exists (select from pg_roles where rolname = $1)", login)
-            await connection.execute(
-                logins.login(name, login, password, exists=exists)
-                + f"alter database {ident(name)} with allow_connections true"
-            )
+            await self._admit(connection, name, login, password)
 
     async def seal(self, name: str, *, patience_s: float = 10.0, on_busy: OnBusy | None = None) -> None:
         """Let nobody in any more, after the work that is open. Idempotent."""
@@ -277,38 +275,25 @@ class Cluster:
         except asyncpg.DuplicateDatabaseError as error:
             raise Conflict(f"There is a database {target} already.", code="database_exists") from error
 
+    async def _admit(self, connection: Any, name: str, login: str, password: str) -> None:
+        found = await connection.fetchval("select exists (select from pg_roles where rolname = $1)", login)
+        await connection.execute(
+            logins.login(name, login, password, exists=found)
+            + f"alter database {ident(name)} with allow_connections true"
+        )
+
     async def _clean(self, connection: Any, target: str, login: str | None) -> None:
         """What belonged to the source's login is the owner's here, and what it was granted is no more."""
-        rows = await connection.fetch(
-            "select distinct r.rolname from pg_shdepend s join pg_roles r on r.oid = s.refobjid"
-            " where s.dbid = (select oid from pg_database where datname = $1) and s.refclassid = 'pg_authid'::regclass"
-            " and not r.rolsuper and r.oid >= 16384 and r.rolname <> all ($2::text[])",
-            target,
-            [logins.OWNER, logins.HANDS, login or ""],
-        )
-        if not rows:
+        strangers = await logins.strangers(connection, target, but=login)
+        if not strangers:
             return
-        await connection.execute(f"alter database {ident(target)} with allow_connections true")
-        async with self._access.session(target) as admin, admin.transaction():
-            for row in rows:
-                await self._disown_role(admin, row["rolname"])
-        await self._shut(connection, target)
-
-    async def _disown(self, admin: Any) -> None:
-        """The same in a database that is being built."""
-        rows = await admin.fetch(
-            "select distinct r.rolname from pg_shdepend s join pg_roles r on r.oid = s.refobjid"
-            " where s.dbid = (select oid from pg_database where datname = current_database())"
-            " and s.refclassid = 'pg_authid'::regclass and not r.rolsuper and r.oid >= 16384 and r.rolname <> $1",
-            logins.OWNER,
+        await connection.execute(
+            source.database_rights(target) + f"alter database {ident(target)} with allow_connections true"
         )
-        for row in rows:
-            await self._disown_role(admin, row["rolname"])
-
-    async def _disown_role(self, admin: Any, role: str) -> None:
-        await admin.execute("set local event_triggers = off") if admin.is_in_transaction() else None
-        await admin.execute(f"reassign owned by {ident(role)} to {logins.OWNER}")
-        await admin.execute(f"drop owned by {ident(role)}")
+        async with self._access.session(target) as admin, admin.transaction():
+            await admin.execute("set local event_triggers = off")
+            await logins.disown(admin, strangers)
+        await self._shut(connection, target)
 
     async def _drain(self, connection: Any, name: str, patience_s: float, on_busy: OnBusy | None) -> None:
         """Wait for the work that is open, let nobody in, end every session."""

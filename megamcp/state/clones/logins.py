@@ -11,6 +11,8 @@ import base64
 import hashlib
 import hmac
 import secrets
+from collections.abc import Sequence
+from typing import Any
 
 from megamcp.state.names import ident, literal
 
@@ -67,3 +69,32 @@ def hand_login(database: str, password: str, *, exists: bool) -> str:
         f"alter role {role} reset all; alter role {role} set session_replication_role = 'replica';"
         f"grant connect on database {ident(database)} to {role};"
     )
+
+
+async def strangers(connection: Any, database: str, *, but: str | None = None) -> list[str]:
+    """Roles that own something in a database, or were granted something there, and should not."""
+    rows = await connection.fetch(
+        "select distinct r.rolname from pg_shdepend s join pg_roles r on r.oid = s.refobjid"
+        " where s.dbid = (select oid from pg_database where datname = $1) and s.refclassid = 'pg_authid'::regclass"
+        " and not r.rolsuper and r.oid >= 16384 and r.rolname <> all ($2::text[])",
+        database,
+        [OWNER, HANDS, but or ""],
+    )
+    return [row["rolname"] for row in rows]
+
+
+async def disown(admin: Any, roles: Sequence[str]) -> None:
+    """In the database of this connection: what the roles own becomes the owner's, what they were granted is taken back.
+
+    DROP OWNED also takes back a role's right to connect to *other* databases, which it gets again.
+    """
+    async with admin.transaction():
+        for role in roles:
+            databases = await admin.fetch(
+                "select d.datname from pg_database d, aclexplode(d.datacl) a, pg_roles r"
+                " where a.grantee = r.oid and r.rolname = $1 and a.privilege_type = 'CONNECT'",
+                role,
+            )
+            await admin.execute(f"reassign owned by {ident(role)} to {OWNER}; drop owned by {ident(role)}")
+            for row in databases:
+                await admin.execute(f"grant connect on database {ident(row['datname'])} to {ident(role)}")

@@ -64,6 +64,7 @@ async def test_what_a_login_owned_or_was_granted_is_the_owners_in_a_clone(world:
     owner = await fork.user.fetchval("select tableowner from pg_tables where tablename = 'own'")
     assert owner == "mm_owner"
     await fork.user.execute("insert into mine.own values (1)")
+    await (await db.connect()).close()  # and the login still has its own database
     await world.cluster.drop(db.name, db.login)
     async with world.cluster.inside(fork.name) as inside:
         left = "select count(*) from pg_roles where rolname = any ($1::text[])"
