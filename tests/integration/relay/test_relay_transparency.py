@@ -5,13 +5,14 @@ import random
 import re
 from collections.abc import Iterator
 
+import asyncpg
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megamcp.relay import session
 from megamcp.relay.messages import SYNC, Client, message, parse, zero_ended
-from tests.integration.relay.house import House
+from tests.integration.relay.house import LOCK, House
 from tests.integration.relay.raw import Raw, bind, execute, logged_in, named, query
 
 QUERIES = [
@@ -108,15 +109,15 @@ def behind_data(parts: list[bytes]) -> bool:
     return re.search("dH*[^dcfH]", letters) is not None
 
 
-async def answers(client: Raw, program: bytes, seed: int) -> bytes | None:
+async def answers(client: Raw, program: bytes, seed: int, pause_s: float = 0) -> bytes | None:
     """All that the server says up to the last ReadyForQuery. None: it hung up, and what it said last may be lost."""
     got = bytearray()
 
     async def write() -> None:
         for chunk in chunks(program, seed):
             client.writer.write(chunk)
-            if seed % 3 == 0:
-                await asyncio.sleep(0)
+            if pause_s or seed % 3 == 0:
+                await asyncio.sleep(pause_s)
             await client.writer.drain()
 
     writing = asyncio.create_task(write())
@@ -136,40 +137,75 @@ async def answers(client: Raw, program: bytes, seed: int) -> bytes | None:
     return None
 
 
+TABLES = (
+    "create table thing (id int primary key);"
+    "create table late (a int, b int references thing deferrable initially deferred);"
+    "grant all on thing, late to public"
+)
+
+
+async def compare(home: House, admin: asyncpg.Connection, parts: list[bytes], seed: int, restless: bool) -> None:
+    """A program past the relay and through it. `restless`: meanwhile, backends are ended between transactions."""
+    program = b"".join(parts) + ENDING
+    await admin.execute("truncate thing, late")
+    straight = await logged_in(f"{home.socket_dir}/.s.PGSQL.5432", home.user, home.password, home.database)
+    async with straight:
+        expected = await answers(straight, program, seed)
+    await admin.execute("truncate thing, late")
+    async with await logged_in(("127.0.0.1", home.port), home.user, home.password, "rollout") as relayed:
+        over = asyncio.Event()
+        ending = asyncio.create_task(end_backends(home, admin, over)) if restless else None
+        try:
+            got = await answers(relayed, program, seed, 0.003 if restless else 0)
+        finally:
+            over.set()
+            if ending:
+                await ending
+        if got is None and expected is not None:
+            assert behind_data(parts), f"seed {seed}, program {parts}: ended, and not {expected!r}"
+            return
+        assert got == expected, f"seed {seed}, program {parts}: {got!r} and not {expected!r}"
+        async with asyncio.timeout(2):  # whatever was said, the relay knows that it is over
+            while await admin.fetchval("select count(*) from pg_locks where locktype = 'advisory'"):
+                await asyncio.sleep(0.002)
+
+
+async def end_backends(home: House, admin: asyncpg.Connection, over: asyncio.Event) -> None:
+    while not over.is_set():
+        await admin.execute(f"select pg_advisory_lock({LOCK})")
+        await admin.fetch("select pg_terminate_backend(pid) from pg_stat_activity where usename = $1", home.user)
+        await admin.execute(f"select pg_advisory_unlock({LOCK})")
+        await asyncio.sleep(0.004)
+
+
+async def search(home: House, examples: int, programs: st.SearchStrategy[list[bytes]], restless: bool) -> None:
+    loop = asyncio.get_running_loop()
+    async with home.inside() as admin:
+        await admin.execute(TABLES)
+
+        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(programs, st.integers(0, 1000))
+        def run(parts: list[bytes], seed: int) -> None:
+            comparing = asyncio.wait_for(compare(home, admin, parts, seed, restless), 20)
+            asyncio.run_coroutine_threadsafe(comparing, loop).result()
+
+        await asyncio.to_thread(run)
+
+
 @pytest.mark.parametrize("hold_s", [0.05, 0.0], ids=["patient", "leaves after each transaction"])
 async def test_every_program_gets_the_servers_own_bytes(
     home: House, hold_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "_HOLD_S", hold_s)
-    socket = f"{home.socket_dir}/.s.PGSQL.5432"
-    async with home.inside() as admin:
-        await admin.execute(
-            "create table thing (id int primary key);"
-            "create table late (a int, b int references thing deferrable initially deferred);"
-            "grant all on thing, late to public"
-        )
+    await search(home, 150, programs, restless=False)
 
-        async def compare(parts: list[bytes], seed: int) -> None:
-            program = b"".join(parts) + ENDING
-            await admin.execute("truncate thing, late")
-            async with await logged_in(socket, home.user, home.password, home.database) as straight:
-                expected = await answers(straight, program, seed)
-            await admin.execute("truncate thing, late")
-            async with await logged_in(("127.0.0.1", home.port), home.user, home.password, "rollout") as relayed:
-                got = await answers(relayed, program, seed)
-                if got is None and expected is not None:
-                    assert behind_data(parts), f"seed {seed}, program {parts}: ended, and not {expected!r}"
-                    return
-                assert got == expected, f"seed {seed}, program {parts}: {got!r} and not {expected!r}"
-                async with asyncio.timeout(2):  # whatever was said, the relay knows that it is over
-                    while await admin.fetchval("select count(*) from pg_locks where locktype = 'advisory'"):
-                        await asyncio.sleep(0.002)
 
-        loop = asyncio.get_running_loop()
-
-        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(programs, st.integers(0, 1000))
-        def run(parts: list[bytes], seed: int) -> None:
-            asyncio.run_coroutine_threadsafe(asyncio.wait_for(compare(parts, seed), 10), loop).result()
-
-        await asyncio.to_thread(run)
+async def test_every_program_gets_the_same_bytes_while_backends_are_ended(
+    home: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_HOLD_S", 0.0)
+    # What isn't taken along, or not from the middle of other commands; and what gives the lock away before its answer.
+    lost = (b"with hold", b"prepare a", b"discard all")
+    kept = programs.filter(lambda parts: not any(word in part for part in parts for word in lost))
+    await search(home, 60, kept, restless=True)
+    assert home.resolved > 60 * 3  # two are the login's
