@@ -98,7 +98,7 @@ class Pair:
         report: Report | None = None,
     ) -> "Pair":
         """Rows of the base are those seeds that plain PostgreSQL takes."""
-        conn, beside = await asyncpg.connect(database.dsn), await asyncpg.connect(database.dsn)
+        conn = await asyncpg.connect(database.dsn)
         for kind, skip in (("json", 0), ("jsonb", 1)):  # as the SDK's connection reads them
             await conn.set_type_codec(
                 kind,
@@ -107,7 +107,7 @@ class Pair:
                 decoder=lambda raw, skip=skip: json.loads(raw[skip:]),
                 format="binary",
             )
-        plain = Plain(conn, beside, prefix, ddl, tables)
+        plain = Plain(conn, prefix, ddl, tables)
         name = await plain.make()
         taken = []
         for seed in seeds:
@@ -124,19 +124,18 @@ class Pair:
         plain.give_back(name)
         tools = ToolDatabase(database.dsn, 1)
         overlay = await CopyOnWrite.load(database.connection, tools, ddl, [";\n".join(taken)] if taken else [])
-        return cls(plain, overlay, base, (conn, beside, tools), report or Report())
+        return cls(plain, overlay, base, (conn, tools), report or Report())
 
     async def run(self, steps: Sequence[Step]) -> None:
         """Raise `Mismatch` where the sides part."""
         await _Run(self).run(steps)
 
     async def unload(self) -> None:
-        conn, beside, tools = self._owned
+        conn, tools = self._owned
         await tools.aclose()
         await self.overlay.unload()
         await self.plain.drop()
         await conn.close()
-        await beside.close()
 
 
 class _Run:

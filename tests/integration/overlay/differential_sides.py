@@ -67,11 +67,8 @@ def _contents(tables: Sequence[str], rows: Sequence[asyncpg.Record]) -> Contents
 class Plain:
     """Plain tables: one PostgreSQL schema a rollout, kept between examples and refilled."""
 
-    def __init__(
-        self, conn: asyncpg.Connection, beside: asyncpg.Connection, prefix: str, ddl: str, tables: Sequence[str]
-    ) -> None:
+    def __init__(self, conn: asyncpg.Connection, prefix: str, ddl: str, tables: Sequence[str]) -> None:
         self.conn = conn
-        self._beside = beside  # sets sequences, so that currval() of `conn` does not see it
         self.tables = tuple(tables)
         self._prefix = prefix
         self.ddl = ddl
@@ -138,7 +135,7 @@ class Plain:
 
     async def sequences(self, name: str) -> Sequences:
         """State of each sequence: a failed statement gives it back, a dump carries it."""
-        rows = await self._beside.fetch(
+        rows = await self.conn.fetch(
             """
             select c.relname, s.last_value, s.is_called
             from pg_class c join pg_namespace n on n.oid = c.relnamespace
@@ -152,12 +149,12 @@ class Plain:
     async def set_sequences(self, name: str, states: Sequences) -> None:
         if states != await self.sequences(name):
             calls = (f"setval('{name}.{ident(s)}', {value}, {str(called).lower()})" for s, value, called in states)
-            await self._beside.execute(f"select {', '.join(calls)}")
+            await self.conn.execute(f"select {', '.join(calls)}")
 
     async def counters(self, name: str) -> dict[str, int]:
         """The number each sequence handed out last, as the overlay keeps it."""
         steps = dict(
-            await self._beside.fetch("select sequencename, increment_by from pg_sequences where schemaname = $1", name)
+            await self.conn.fetch("select sequencename, increment_by from pg_sequences where schemaname = $1", name)
         )
         return {s: value if called else value - steps[s] for s, value, called in await self.sequences(name)}
 
