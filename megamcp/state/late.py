@@ -48,19 +48,21 @@ def procedure(companion: str, visible: str, catalog: Catalog) -> str:
     body = f"""declare
   _late text[] := array[{", ".join(map(literal, dict.fromkeys(late)))}]::text[];
   _fixed text[] := array[{", ".join(map(literal, dict.fromkeys(fixed)))}]::text[];
+  _due text[] := '{{}}';
   _name text;
 begin
   foreach _name in array coalesce(names, _late) loop
-    if _name <> all (_late) then
-      if _name = any (_fixed) then
-        raise exception 'constraint "%" is not deferrable', _name using errcode = '42809';
-      end if;
+    if _name = any (_late) then
+      _due := _due || _name;
+    elsif _name <> all (_fixed) then
       raise exception 'constraint "%" does not exist', _name using errcode = '42704';
+    elsif late then  -- others are immediate already
+      raise exception 'constraint "%" is not deferrable', _name using errcode = '42809';
     end if;
   end loop;
-  if cardinality(coalesce(names, _late)) > 0 then
+  if cardinality(_due) > 0 then
     execute (select 'set constraints ' || string_agg(format('%I.%I', {literal(visible)}, n), ', ')
-      from unnest(coalesce(names, _late)) n) || case when late then ' deferred' else ' immediate' end;
+      from unnest(_due) n) || case when late then ' deferred' else ' immediate' end;
   end if;
 end"""
     return (

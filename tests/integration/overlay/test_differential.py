@@ -39,17 +39,15 @@ from tests.integration.overlay.differential_schema import schema
 
 FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 FUZZ_WORKERS = int(os.environ.get("FUZZ_WORKERS", "1"))
-SCHEMAS = 9
-EXAMPLES = 36
-"""A fixed budget: about 45 s of one core."""
+BUDGET_S = 40.0
+"""What every run of the tests spends on the search."""
 BASE_ROWS = 12
-BLOCK = 6
-"""Schemas that are loaded at a time in a longer search."""
+BLOCK, EXAMPLES = 3, 12
+"""Schemas and programs of one turn."""
 
 settings.register_profile(
     "overlay",
     max_examples=EXAMPLES,
-    derandomize=True,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
@@ -150,15 +148,28 @@ def search(postgres_dsn: str, record_property: Callable[[str, object], None]) ->
             runner.run(database.drop())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_random_programs_agree_with_plain_tables(search: Search) -> None:
-    @settings(settings.get_profile("overlay"))
-    @given(st.integers(0, SCHEMAS - 1), programs)
-    def agree(number: int, drawn: list[Act]) -> None:
-        search.run(number, drawn)
+def _for(search: Search, seconds: float, turns: Iterator[int]) -> None:
+    """Turn after turn, each with schemas and programs of its own, until the time is over."""
+    end = time.monotonic() + seconds
+    for turn in turns:
+        if time.monotonic() > end:
+            return
 
-    agree()
+        @hypothesis.seed(turn)
+        @settings(settings.get_profile("overlay"))
+        @given(st.integers(turn * BLOCK, turn * BLOCK + BLOCK - 1), programs)
+        def agree(number: int, drawn: list[Act]) -> None:
+            search.run(number, drawn)
+
+        agree()
+        search.forget()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_random_programs_agree_with_plain_tables(search: Search) -> None:
+    """The same turns each time; how many there is time for depends on the machine."""
+    _for(search, BUDGET_S, itertools.count())
 
 
 @pytest.mark.slow
@@ -166,17 +177,5 @@ def test_random_programs_agree_with_plain_tables(search: Search) -> None:
 @pytest.mark.skipif(not FUZZ_SECONDS, reason="set FUZZ_SECONDS to search longer than CI does")
 @pytest.mark.parametrize("worker", range(FUZZ_WORKERS))
 def test_a_longer_search_finds_no_difference(search: Search, worker: int) -> None:
-    end = time.monotonic() + FUZZ_SECONDS
     start = int(os.environ.get("FUZZ_SEED", str(time.time_ns() % 1_000_000)))
-    for turn in itertools.count(start + worker, FUZZ_WORKERS):
-        if time.monotonic() > end:
-            return
-
-        @hypothesis.seed(turn)
-        @settings(settings.get_profile("overlay"), derandomize=False, max_examples=24)
-        @given(st.integers(turn * BLOCK, turn * BLOCK + BLOCK - 1), programs)
-        def agree(number: int, drawn: list[Act]) -> None:
-            search.run(number, drawn)
-
-        agree()
-        search.forget()
+    _for(search, FUZZ_SECONDS, itertools.count(start + worker, FUZZ_WORKERS))

@@ -126,3 +126,15 @@ def test_nulls_not_distinct_over_layers(compare: Compare) -> None:
             call("insert into line values (4, null, null)", "insert into line values (5, null, 'x')"),
         ],
     )
+
+
+def test_set_constraints_immediate_takes_what_is_immediate_anyway(compare: Compare) -> None:
+    ddl = "create table line (id int primary key, a int constraint once unique, b int unique deferrable);"
+    statements = [
+        "set constraints once immediate",
+        "set constraints once deferred",
+        "set constraints line_pkey, line_b_key immediate",
+        "set constraints line_b_key, once deferred",
+        "set constraints nowhere immediate",
+    ]
+    compare(ddl, ["line"], [], [call(*statements)])
