@@ -266,7 +266,7 @@ def _conflict(state: str, visible: str, catalog: Catalog, table: Table) -> str:
       end;
     elsif _mm_row._mm_sets is null then
       return null;  -- DO NOTHING
-    elsif _mm_row._mm_found is null then
+    elsif _mm_row._mm_found is not distinct from null then
       {_TWICE}
     elsif _mm_row._mm_wanted is not true then
       if {written} then

@@ -63,7 +63,9 @@ def on_write(state: str, visible: str, catalog: Catalog, table: Table, *, update
             continue
         values = _new(foreign.columns)
         listed = ", ".join(values)
-        conditions = [f"num_nonnulls({listed}) > 0"] if foreign.match_full else [f"{v} is not null" for v in values]
+        conditions = (
+            [f"num_nonnulls({listed}) > 0"] if foreign.match_full else [f"{v} is distinct from null" for v in values]
+        )
         if update:
             olds = ", ".join(f"old.{ident(c)}" for c in foreign.columns)
             conditions.append(f"row({listed}) is distinct from row({olds})")
@@ -88,7 +90,7 @@ def on_leave(state: str, catalog: Catalog, table: Table, *, update: bool) -> str
         if foreign.parent != table.name:
             continue
         olds = [f"old.{ident(c)}" for c in foreign.parent_columns]
-        conditions = [f"{v} is not null" for v in olds]
+        conditions = [f"{v} is distinct from null" for v in olds]
         if update:
             conditions.append(changed(table, foreign.parent_columns, "old", "new"))
         elif not (foreign.deferrable and foreign.on_delete == "a"):

@@ -90,7 +90,7 @@ def clash(state: str, table: Table, key: Key, record: str, *, other: bool) -> st
         for (item, column), given in zip(parts, values, strict=True):
             held = value(item, column, alias)
             tests.append(
-                f"({held} = {given} or ({held} is null and {given} is null))"
+                f"({held} = {given} or ({held} is not distinct from null and {given} is not distinct from null))"
                 if key.nulls_equal
                 else f"{held} = {given}"
             )
@@ -100,7 +100,7 @@ def clash(state: str, table: Table, key: Key, record: str, *, other: bool) -> st
             tests.append(f"not ({is_row(table, alias, record)})")
         return " and ".join(tests)
 
-    found = [] if key.nulls_equal or key.identifies else [f"{given} is not null" for given in values]
+    found = [] if key.nulls_equal or key.identifies else [f"{given} is distinct from null" for given in values]
     if key.predicate:
         found.insert(0, f"({over(key.predicate, table.names, record)})")
     return " and ".join([*found, _shows(state, table, condition)])

@@ -341,11 +341,15 @@ def _same_key(key: _Key, alias: str) -> tuple[str, str]:
     for item in key.items:
         left, right = _qualified(item, alias), _qualified(item, "excluded")
         equal = f"{left} operator(pg_catalog.=) {right}"
-        conditions.append(f"({equal} or ({left} is null and {right} is null))" if key.nulls_equal else equal)
+        conditions.append(
+            f"({equal} or ({left} is not distinct from null and {right} is not distinct from null))"
+            if key.nulls_equal
+            else equal
+        )
     if key.predicate:
         conditions += [f"({_qualified(key.predicate, one)})" for one in (alias, "excluded")]
     hit = f"({ident(alias)}.*)::text" if key.nulls_equal else _qualified(key.items[0], alias)
-    return f"{hit} is not null", " and ".join(conditions)
+    return f"{hit} is distinct from null", " and ".join(conditions)
 
 
 def _qualified(text: str, alias: str) -> str:

@@ -167,7 +167,7 @@ def fixed_columns(catalog: Catalog, table: Table, update: bool, *, identities: b
             mark = literal(unset_setting(table, column))
             given = f"current_setting({mark}, true) is distinct from 'on'"
             if update:
-                given = f"new.{name} is not null and {differs(table, [column.name], 'new', 'old')}"
+                given = f"new.{name} is distinct from null and {differs(table, [column.name], 'new', 'old')}"
             else:
                 after = f"  _mm_done := set_config({mark}, '', true);\n"
             after += f"  new.{name} := {over_new(column.generated or '', table.names)};\n"
@@ -207,10 +207,10 @@ end"""
 def row_checks(visible: str, table: Table) -> str:
     lines: list[str] = []
     for column in table.columns:
-        if column.not_null:
+        if column.not_null:  # DISTINCT FROM, here and in keys: IS NULL of a composite value asks its fields
             text = f'null value in column "{column.name}" of relation "{table.name}" violates not-null constraint'
             raised = unique.violation(visible, table, "23502", literal(text), _failing_row(table), column=column.name)
-            lines.append(f"  if new.{ident(column.name)} is null then\n    {raised}\n  end if;\n")
+            lines.append(f"  if new.{ident(column.name)} is not distinct from null then\n    {raised}\n  end if;\n")
     for check in table.checks:
         text = f'new row for relation "{table.name}" violates check constraint "{check.name}"'
         raised = unique.violation(visible, table, "23514", literal(text), _failing_row(table), constraint=check.name)

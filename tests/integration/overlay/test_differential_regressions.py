@@ -138,3 +138,21 @@ def test_set_constraints_immediate_takes_what_is_immediate_anyway(compare: Compa
         "set constraints nowhere immediate",
     ]
     compare(ddl, ["line"], [], [call(*statements)])
+
+
+def test_a_composite_value_of_nulls_is_no_null(compare: Compare) -> None:
+    ddl = """create type pair as (n int, word text);
+    create table line (id int primary key, p pair not null, q pair unique, r pair);
+    create table child (id int primary key, q pair references line (q) on update cascade on delete set null);"""
+    statements = [
+        "insert into line values (2, '(,)', '(,)', '(,)')",
+        "insert into line values (3, null, '(1,)', '(,)')",
+        "insert into line values (4, '(,)', '(,)', null)",
+        "insert into child values (1, '(,)'), (2, '(1,)')",
+        "insert into child values (1, '(,)')",
+        "insert into line values (5, '(1,a)', '(,)', null) on conflict (q) do update set r = excluded.p",
+        "insert into line values (6, '(1,a)', '(,)', null) on conflict do nothing",
+        "update line set q = '(,a)' where id = 2",
+        "delete from line where q = '(,a)' returning *",
+    ]
+    compare(ddl, ["line", "child"], ["insert into line values (1, '(1,a)', '(1,a)', null)"], [call(*statements)])
