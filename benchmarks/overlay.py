@@ -14,6 +14,11 @@ are timed as statements of such a transaction. Both sides are the tool's role, s
 no JIT, no parallel workers, the same page costs. The client and both backends are kept on one core where the
 server is at hand: elsewhere a round trip costs 40 or 100 µs by chance, and the dearer one flatters the ratios.
 
+`…_scale` is how much dearer a statement gets, as ratio of ratios, between a database with 10 rollouts, for one with one
+checkpoint, and the same database with 100,000 rollouts (`--quick`: 1,000), for one that forked the last of 100
+checkpoints, squashed in the background as always. Both have written the same 100 rows a table, the one in one turn, the
+other in a hundred.
+
 Figures without a target: the reads once more with 25 rows a table in each of 40 layers; joins from a range
 given by two parameters, which PostgreSQL plans anew at every run, on either side.
 
@@ -36,9 +41,14 @@ from typing import Any
 
 import asyncpg
 
+from benchmarks.crowd import Crowd
 from benchmarks.report import Target, report, say
+from megamcp.environments import Environments
+from megamcp.migrate import migrate
+from megamcp.settings import Settings
 from megamcp.state import schema
 from megamcp.state.names import LAYER, OVER
+from megamcp.store import Store
 
 CLOCK = datetime(2026, 1, 15, 9, tzinfo=UTC)
 ROWS_PER_LAYER = 5
@@ -68,6 +78,20 @@ insert into items select n, 1 + n * 6151 % {orders}, n * 31 % ({items} / 100), 1
   from generate_series(1::bigint, {items}) n;
 """
 TABLES = ("customers", "orders", "items")
+ENVIRONMENT = """
+name = "bench"
+clock = "2026-01-15T09:00:00Z"
+[servers.bench]
+entry = "bench:server"
+[servers.bench.state]
+kind = "schema"
+schema = "schema.sql"
+seed = ["seed.sql"]
+"""
+TURNS = 100
+ROWS_PER_TURN = 5
+KEYS = 100
+"""Rows a table that a long trajectory writes again and again, and a short one writes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +101,11 @@ class Size:
     items: int
     rounds: int
     foreign_rows: int
+    rollouts: int
 
 
-FULL = Size(1_000_000, 1_500_000, 2_000_000, 20, 400_000)
-QUICK = Size(50_000, 50_000, 50_000, 4, 40_000)
+FULL = Size(1_000_000, 1_500_000, 2_000_000, 20, 400_000, 100_000)
+QUICK = Size(50_000, 50_000, 50_000, 4, 40_000, 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +174,12 @@ PLANNED = (
         0,
     ),
 )
-FILLED = ("point_read_50000_own", "select * from orders where id = $1", 10)
+# On a rollout with 50,000 own rows in a table.
+OWN = (
+    Measurement("point_read", "select * from orders where id = $1", 3),
+    Measurement("update_row", "update orders set status = 'sent', total = total + 1 where id = $1", 4),
+    Measurement("join_2", READS[2].sql, 4),
+)
 
 
 class Side:
@@ -186,13 +216,17 @@ class Overlay(Side):
         await self.conn.execute("select bench.bind($1, $2)", [*self.chain, self.head], self.head)
 
 
-async def _load(admin: asyncpg.Connection, size: Size) -> schema.SchemaState:
+async def _load(admin: asyncpg.Connection, size: Size, dsn: str, stack: contextlib.AsyncExitStack) -> tuple[Crowd, Any]:
     seeds = SEEDS.format(customers=size.customers, orders=size.orders, items=size.items)
     say(f"loading {size.customers + size.orders + size.items:,} rows as copy-on-write state")
-    async with admin.transaction():
-        state = await schema.load(
-            admin, ddl=DDL, seeds=[seeds], clock=CLOCK, seed=1, tool_password="bench", query_password="bench"
-        )
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mm-bench-")))
+    for name, text in {"environment.toml": ENVIRONMENT, "schema.sql": DDL, "seed.sql": seeds}.items():
+        (folder / name).write_text(text)
+    signer = await migrate(dsn)
+    store = await stack.enter_async_context(Store.open(dsn, 8))
+    loaded = await Environments(store, signer).load(folder)
+    (state,) = loaded.schemas
+    crowd = Crowd(store, signer, Settings(max_rollouts=10**9), loaded, dsn)
     say("loading the same rows as plain tables")
     await admin.execute(
         "drop schema if exists bench cascade; create schema bench; set search_path = bench, pg_catalog;"
@@ -209,11 +243,8 @@ async def _load(admin: asyncpg.Connection, size: Size) -> schema.SchemaState:
         update, delete on all tables in schema bench to {role}; reset search_path;
         """
     )
-    for table in TABLES:
-        await admin.execute(f"vacuum analyze bench.{table}")
-    for table in await _hidden(admin, state):
-        await admin.execute(f"vacuum analyze {table}")
-    return state
+    await _settle(admin, state)
+    return crowd, state
 
 
 async def _hidden(admin: asyncpg.Connection, state: schema.SchemaState) -> list[str]:
@@ -253,6 +284,16 @@ async def _layer(admin: asyncpg.Connection) -> int:
     return number
 
 
+def _writes(first: int, rows: int) -> list[str]:
+    """What a turn writes: these rows of each table."""
+    where = f"where id between {first} and {first + rows - 1}"
+    return [
+        f"update customers set vip = not vip {where}",
+        f"update orders set total = total + 1 {where}",
+        f"update items set quantity = 9 {where}",
+    ]
+
+
 async def _deepen(admin: asyncpg.Connection, overlay: Overlay, depth: int, rows: int = ROWS_PER_LAYER) -> None:
     """Grow the rollout's chain; every layer changes some rows of each table."""
     while len(overlay.chain) < depth:
@@ -260,13 +301,8 @@ async def _deepen(admin: asyncpg.Connection, overlay: Overlay, depth: int, rows:
         first = 1 + len(overlay.chain) * rows * 3
         async with overlay.conn.transaction():
             await overlay.bind()
-            for table, change in (
-                ("customers", "vip = not vip"),
-                ("orders", "total = total + 1"),
-                ("items", "quantity = 9"),
-            ):
-                last = first + rows - 1
-                await overlay.conn.execute(f"update {table} set {change} where id between {first} and {last}")
+            for statement in _writes(first, rows):
+                await overlay.conn.execute(statement)
         overlay.chain = (*overlay.chain, overlay.head)
     overlay.head = await _layer(admin)
 
@@ -314,57 +350,100 @@ def _one_core(backends: list[int]) -> None:
         say(f"not kept on one core ({error}): ratios of short statements vary more")
 
 
+class Bench:
+    """Both sides, and what was measured on them."""
+
+    def __init__(self, admin: asyncpg.Connection, state: schema.SchemaState, plain: Side, overlay: Overlay, size: Size):
+        self.admin, self.state, self.plain, self.overlay, self.size = admin, state, plain, overlay, size
+        self.figures: dict[str, float] = {}
+        self.targets: list[Target] = []
+
+    async def measure(self, measurements: Sequence[Measurement], suffix: str, *, judged: bool = True) -> None:
+        """Ratios to the plain tables, as they are now."""
+        for measurement in measurements:
+            name = f"{measurement.name}_{suffix}"
+            rounds = _rounds(measurement, self.size)
+            self.figures[name] = await _measure(self.plain, self.overlay, measurement, rounds)
+            if judged and measurement.target:
+                self.targets.append(Target(name, "<=", measurement.target))
+
+    async def depths(self) -> None:
+        """A chain that grows by hand, never squashed, among rows of others."""
+        await _fill(self.admin, self.state, self.size.foreign_rows)
+        self.overlay.head = await _layer(self.admin)
+        for depth in DEPTHS:
+            await _deepen(self.admin, self.overlay, depth)
+            await _settle(self.admin, self.state)
+            say(f"chain depth {depth}")
+            await self.measure((*READS, *PLANNED, *WRITES), f"depth_{depth}")
+        filled, self.overlay.chain = self.overlay.chain, ()
+        await _deepen(self.admin, self.overlay, DEPTHS[-1], AGAIN)
+        await _settle(self.admin, self.state)
+        say(f"chain depth {DEPTHS[-1]}, {AGAIN} rows a layer")
+        await self.measure(READS, f"depth_{DEPTHS[-1]}_rows_{AGAIN}", judged=False)
+        self.overlay.chain = filled
+        say(f"a rollout with {MANY_OWN_ROWS:,} own rows")
+        async with self.overlay.conn.transaction():
+            await self.overlay.bind()
+            await self.overlay.conn.execute(f"update orders set total = total + 1 where id <= {MANY_OWN_ROWS}")
+        await self.measure(OWN, f"{MANY_OWN_ROWS}_own")
+        self.overlay.chain = ()
+
+    async def few(self, crowd: Crowd) -> None:
+        """Ten rollouts; one that wrote everything in one turn."""
+        (rollout, *_) = await crowd.open(10)
+        made = await crowd.trajectory(rollout, 1, lambda _: _writes(1, KEYS))
+        await self._at(crowd, (await crowd.fork(made, 1))[0], "few")
+
+    async def many(self, crowd: Crowd) -> None:
+        """The crowd; one that wrote the same rows in many turns."""
+        say(f"{self.size.rollouts:,} rollouts, {TURNS} turns")
+        (rollout,) = await crowd.open()
+        made = await crowd.trajectory(
+            rollout, TURNS, lambda turn: _writes(1 + turn * ROWS_PER_TURN % KEYS, ROWS_PER_TURN)
+        )
+        forks = await crowd.fork(made[-1:], self.size.rollouts)
+        async with crowd.tool() as tool:
+            for fork in forks[:: len(forks) // 200]:
+                await crowd.call(tool, fork, _writes(KEYS, ROWS_PER_TURN))
+        await crowd.settled()
+        await self._at(crowd, forks[-1], "many")
+        for measurement in (*READS, *WRITES):
+            few, many = (self.figures[f"{measurement.name}_{label}"] for label in ("few", "many"))
+            self.figures[f"{measurement.name}_scale"] = many / few
+            self.targets.append(Target(f"{measurement.name}_scale", "<=", 1.3))
+
+    async def _at(self, crowd: Crowd, rollout: str, label: str) -> None:
+        self.overlay.chain, self.overlay.head = await crowd.position(rollout)
+        await _settle(self.admin, self.state)
+        say(f"{label}: a chain of {len(self.overlay.chain)} layers")
+        await self.measure((*READS, *WRITES), label, judged=False)
+        self.figures[f"layers_{label}"] = len(self.overlay.chain)
+
+
 async def run(dsn: str, size: Size) -> tuple[dict[str, float], list[Target]]:
-    """All figures. The database of `dsn` must be migrated; it is left with the loaded state in it."""
-    admin = await asyncpg.connect(dsn)
-    state = await _load(admin, size)
-    role = state.tool_role
+    """All figures. The database of `dsn` is left with the loaded state in it."""
     async with contextlib.AsyncExitStack() as stack:
-        plain = Side(await _connect(stack, dsn, role, "bench"), size)
-        overlay = Overlay(await _connect(stack, dsn, role, f"v_{state.hash}"), size)
-        overlay.head = await _layer(admin)
-        await plain.prepare()
-        await overlay.prepare()
-        figures: dict[str, float] = {}
-        targets: list[Target] = []
-        _one_core([await side.conn.fetchval("select pg_backend_pid()") for side in (plain, overlay)])
+        admin = await asyncpg.connect(dsn)
+        stack.push_async_callback(admin.close)
+        crowd, state = await _load(admin, size, dsn, stack)
+        sides: list[Any] = []
+        for kind, path in ((Side, "bench"), (Overlay, f"v_{state.hash}")):
+            connection = await stack.enter_async_context(crowd.tool())
+            await connection.execute(f"set search_path = {path}, pg_catalog")
+            sides.append(kind(connection, size))
+            await sides[-1].prepare()
+        bench = Bench(admin, state, *sides, size)
+        bench.overlay.head = await _layer(admin)
+        _one_core([await side.conn.fetchval("select pg_backend_pid()") for side in sides])
         say("warming prepared statements on the empty delta")
         for measurement in READS:
-            await _measure(plain, overlay, measurement, 3)
-        await _fill(admin, state, size.foreign_rows)
-        for depth in DEPTHS:
-            await _deepen(admin, overlay, depth)
-            await _settle(admin, state)
-            say(f"chain depth {depth}")
-            for measurement in (*READS, *PLANNED, *WRITES):
-                name = f"{measurement.name}_depth_{depth}"
-                figures[name] = await _measure(plain, overlay, measurement, _rounds(measurement, size))
-                if measurement.target:
-                    targets.append(Target(name, "<=", measurement.target))
-        filled, overlay.chain = overlay.chain, ()
-        await _deepen(admin, overlay, DEPTHS[-1], AGAIN)
-        await _settle(admin, state)
-        say(f"chain depth {DEPTHS[-1]}, {AGAIN} rows a layer")
-        for measurement in READS:
-            name = f"{measurement.name}_depth_{DEPTHS[-1]}_rows_{AGAIN}"
-            figures[name] = await _measure(plain, overlay, measurement, _rounds(measurement, size))
-        overlay.chain = filled
-        say(f"a rollout with {MANY_OWN_ROWS:,} own rows")
-        async with overlay.conn.transaction():
-            await overlay.bind()
-            await overlay.conn.execute(f"update orders set total = total + 1 where id <= {MANY_OWN_ROWS}")
-        figures[FILLED[0]] = await _measure(plain, overlay, READS[0], size.rounds)
-        targets.append(Target(FILLED[0], "<=", FILLED[2]))
-    await admin.close()
-    return figures, targets
-
-
-async def _connect(stack: contextlib.AsyncExitStack, dsn: str, role: str, search_path: str) -> asyncpg.Connection:
-    conn = await asyncpg.connect(
-        dsn, user=role, password="bench", server_settings={"search_path": f"{search_path}, pg_catalog"}
-    )
-    stack.push_async_callback(conn.close)
-    return conn
+            await _measure(*sides, measurement, 3)
+        async with crowd.background():
+            await bench.few(crowd)
+            await bench.depths()
+            await bench.many(crowd)
+        return bench.figures, bench.targets
 
 
 @contextlib.asynccontextmanager
@@ -372,7 +451,6 @@ async def _database(dsn: str | None) -> AsyncIterator[str]:
     """A migrated database: in the server of `dsn` (dropped afterwards), or in an embedded one."""
     from sqlalchemy.engine import make_url
 
-    from megamcp.migrate import migrate
     from megamcp.postgres import EmbeddedPostgres
 
     async with contextlib.AsyncExitStack() as stack:
@@ -387,7 +465,6 @@ async def _database(dsn: str | None) -> AsyncIterator[str]:
         await admin.execute(f"create database {name} template template0")
         stack.push_async_callback(admin.execute, f"drop database if exists {name} with (force)")
         own = make_url(dsn).set(database=name).render_as_string(hide_password=False)
-        await migrate(own)
         yield own
 
 
