@@ -36,6 +36,7 @@ class Crowd:
         self._environments = Environments(store, signer)
         self._settings = settings
         self.rollouts = Rollouts(store, self._environments, settings)
+        (self.state,) = loaded.schemas
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
@@ -50,15 +51,19 @@ class Crowd:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def admin(self) -> contextlib.AbstractAsyncContextManager[asyncpg.Connection]:
+        """A connection of the control role."""
+        return self._store.connection()
+
     async def open(self, count: int = 1) -> list[str]:
         return [row["id"] for row in await self.rollouts.open(self._loaded.full_name, count=count, ttl_s=86400)]
 
     @contextlib.asynccontextmanager
     async def tool(self) -> AsyncIterator[asyncpg.Connection]:
         """A connection such as a tool server's."""
-        role = self._loaded.servers[0].schema
-        assert role is not None
-        connection = await asyncpg.connect(role_dsn(self._dsn, role.tool_role, self._signer.password("tool")))
+        dsn = role_dsn(self._dsn, self.state.tool_role, self._signer.password("tool"))
+        path = f"v_{self.state.hash}, pg_catalog"
+        connection = await asyncpg.connect(dsn, server_settings={"search_path": path})
         try:
             yield connection
         finally:

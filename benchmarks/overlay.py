@@ -14,10 +14,8 @@ are timed as statements of such a transaction. Both sides are the tool's role, s
 no JIT, no parallel workers, the same page costs. The client and both backends are kept on one core where the
 server is at hand: elsewhere a round trip costs 40 or 100 µs by chance, and the dearer one flatters the ratios.
 
-`…_scale` is how much dearer a statement gets, as ratio of ratios, between a database with 10 rollouts, for one with one
-checkpoint, and the same database with 100,000 rollouts (`--quick`: 1,000), for one that forked the last of 100
-checkpoints, squashed in the background as always. Both have written the same 100 rows a table, the one in one turn, the
-other in a hundred.
+`…_scale` (see benchmarks/overlay_scale.py) is what the same statement costs among 100,000 rollouts, for one that forked
+the last of 100 checkpoints, as multiple of what it costs among 10 for one with a single checkpoint.
 
 Figures without a target: the reads once more with 25 rows a table in each of 40 layers; joins from a range
 given by two parameters, which PostgreSQL plans anew at every run, on either side.
@@ -88,10 +86,6 @@ kind = "schema"
 schema = "schema.sql"
 seed = ["seed.sql"]
 """
-TURNS = 100
-ROWS_PER_TURN = 5
-KEYS = 100
-"""Rows a table that a long trajectory writes again and again, and a short one writes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +210,8 @@ class Overlay(Side):
         await self.conn.execute("select bench.bind($1, $2)", [*self.chain, self.head], self.head)
 
 
-async def _load(admin: asyncpg.Connection, size: Size, dsn: str, stack: contextlib.AsyncExitStack) -> tuple[Crowd, Any]:
+async def load(dsn: str, size: Size, stack: contextlib.AsyncExitStack) -> Crowd:
+    """The store as an environment, in an empty database."""
     seeds = SEEDS.format(customers=size.customers, orders=size.orders, items=size.items)
     say(f"loading {size.customers + size.orders + size.items:,} rows as copy-on-write state")
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mm-bench-")))
@@ -225,32 +220,37 @@ async def _load(admin: asyncpg.Connection, size: Size, dsn: str, stack: contextl
     signer = await migrate(dsn)
     store = await stack.enter_async_context(Store.open(dsn, 8))
     loaded = await Environments(store, signer).load(folder)
-    (state,) = loaded.schemas
-    crowd = Crowd(store, signer, Settings(max_rollouts=10**9), loaded, dsn)
+    role = loaded.schemas[0].tool_role
+    async with store.connection() as admin:
+        await admin.execute(
+            f"""
+            create schema bench; grant usage on schema bench to {role};
+            create function bench.bind(chain bigint[], head bigint) returns void language sql volatile
+            security definer set search_path = pg_catalog, pg_temp
+            as $$ select megamcp.bind(chain, head, 1, '{CLOCK.isoformat()}', true) $$;
+            """
+        )
+    return Crowd(store, signer, Settings(max_rollouts=10**9), loaded, dsn)
+
+
+async def _load_plain(admin: asyncpg.Connection, size: Size, role: str) -> None:
     say("loading the same rows as plain tables")
     await admin.execute(
-        "drop schema if exists bench cascade; create schema bench; set search_path = bench, pg_catalog;"
+        "set search_path = bench, pg_catalog;"
         f"create function now() returns timestamptz stable return '{CLOCK.isoformat()}'::timestamptz; {DDL}"
     )
-    for statement in seeds.split(";\n")[:3]:
+    for statement in SEEDS.format(customers=size.customers, orders=size.orders, items=size.items).split(";\n")[:3]:
         await admin.execute(statement)
-    role = state.tool_role
     await admin.execute(
-        f"""
-        create function bench.bind(chain bigint[], head bigint) returns void language sql volatile security
-        definer set search_path = pg_catalog, pg_temp as $$ select megamcp.bind(chain, head, 1,
-        '{CLOCK.isoformat()}', true) $$; grant usage on schema bench to {role}; grant select, insert,
-        update, delete on all tables in schema bench to {role}; reset search_path;
-        """
+        f"grant select, insert, update, delete on all tables in schema bench to {role}; reset search_path;"
     )
-    await _settle(admin, state)
-    return crowd, state
 
 
-async def _hidden(admin: asyncpg.Connection, state: schema.SchemaState) -> list[str]:
+async def _tables(admin: asyncpg.Connection, *schemas: str) -> list[str]:
     rows = await admin.fetch(
-        "select c.oid::regclass::text from pg_class c where relnamespace = $1::text::regnamespace and relkind = 'r'",
-        f"s_{state.hash}",
+        "select c.oid::regclass::text from pg_class c join pg_namespace n on n.oid = c.relnamespace"
+        " where n.nspname = any($1::text[]) and relkind = 'r'",
+        schemas,
     )
     return [row[0] for row in rows]
 
@@ -275,7 +275,7 @@ async def _fill(admin: asyncpg.Connection, state: schema.SchemaState, foreign_ro
             f" select {names}, {first} + (id + copy * 7) % {layers} as layer, 0 from bench.{table},"
             f" generate_series(1, {copies}) copy where id <= {foreign_rows // copies} order by layer, id"
         )
-    for table in await _hidden(admin, state):
+    for table in await _tables(admin, state.hidden_schema):
         await admin.execute(f"vacuum analyze {table}")
 
 
@@ -284,7 +284,7 @@ async def _layer(admin: asyncpg.Connection) -> int:
     return number
 
 
-def _writes(first: int, rows: int) -> list[str]:
+def turn(first: int, rows: int) -> list[str]:
     """What a turn writes: these rows of each table."""
     where = f"where id between {first} and {first + rows - 1}"
     return [
@@ -301,13 +301,13 @@ async def _deepen(admin: asyncpg.Connection, overlay: Overlay, depth: int, rows:
         first = 1 + len(overlay.chain) * rows * 3
         async with overlay.conn.transaction():
             await overlay.bind()
-            for statement in _writes(first, rows):
+            for statement in turn(first, rows):
                 await overlay.conn.execute(statement)
         overlay.chain = (*overlay.chain, overlay.head)
     overlay.head = await _layer(admin)
 
 
-async def _measure(plain: Side, overlay: Overlay, measurement: Measurement, rounds: int) -> float:
+async def compare(plain: Side, overlay: Overlay, measurement: Measurement, rounds: int) -> float:
     """Ratio of medians. Runs alternate between the sides one by one, so that a busy machine is busy for both."""
     seconds: dict[Side, list[float]] = {plain: [], overlay: []}
     for round_ in range(rounds):
@@ -328,20 +328,20 @@ async def _measure(plain: Side, overlay: Overlay, measurement: Measurement, roun
     return ratio
 
 
-def _rounds(measurement: Measurement, size: Size) -> int:
+def rounds_of(measurement: Measurement, size: Size) -> int:
     return min(
         {"aggregate": 9, "update_50000": max(2, size.rounds // 5)}.get(measurement.name, size.rounds), size.rounds
     )
 
 
-async def _settle(admin: asyncpg.Connection, state: schema.SchemaState) -> None:
+async def settle(admin: asyncpg.Connection, state: schema.SchemaState) -> None:
     """What autovacuum and the checkpointer would do in the next minutes, so that they don't while we measure."""
-    for table in (*(f"bench.{table}" for table in TABLES), *await _hidden(admin, state)):
+    for table in await _tables(admin, "bench", state.hidden_schema):
         await admin.execute(f"vacuum analyze {table}")
     await admin.execute("checkpoint")
 
 
-def _one_core(backends: list[int]) -> None:
+def one_core(backends: list[int]) -> None:
     try:
         core = {max(os.sched_getaffinity(0))}
         for process in (*backends, 0):
@@ -353,7 +353,9 @@ def _one_core(backends: list[int]) -> None:
 class Bench:
     """Both sides, and what was measured on them."""
 
-    def __init__(self, admin: asyncpg.Connection, state: schema.SchemaState, plain: Side, overlay: Overlay, size: Size):
+    def __init__(
+        self, admin: asyncpg.Connection, state: schema.SchemaState, plain: Side, overlay: Overlay, size: Size
+    ) -> None:
         self.admin, self.state, self.plain, self.overlay, self.size = admin, state, plain, overlay, size
         self.figures: dict[str, float] = {}
         self.targets: list[Target] = []
@@ -362,8 +364,8 @@ class Bench:
         """Ratios to the plain tables, as they are now."""
         for measurement in measurements:
             name = f"{measurement.name}_{suffix}"
-            rounds = _rounds(measurement, self.size)
-            self.figures[name] = await _measure(self.plain, self.overlay, measurement, rounds)
+            rounds = rounds_of(measurement, self.size)
+            self.figures[name] = await compare(self.plain, self.overlay, measurement, rounds)
             if judged and measurement.target:
                 self.targets.append(Target(name, "<=", measurement.target))
 
@@ -373,12 +375,12 @@ class Bench:
         self.overlay.head = await _layer(self.admin)
         for depth in DEPTHS:
             await _deepen(self.admin, self.overlay, depth)
-            await _settle(self.admin, self.state)
+            await settle(self.admin, self.state)
             say(f"chain depth {depth}")
             await self.measure((*READS, *PLANNED, *WRITES), f"depth_{depth}")
         filled, self.overlay.chain = self.overlay.chain, ()
         await _deepen(self.admin, self.overlay, DEPTHS[-1], AGAIN)
-        await _settle(self.admin, self.state)
+        await settle(self.admin, self.state)
         say(f"chain depth {DEPTHS[-1]}, {AGAIN} rows a layer")
         await self.measure(READS, f"depth_{DEPTHS[-1]}_rows_{AGAIN}", judged=False)
         self.overlay.chain = filled
@@ -389,44 +391,16 @@ class Bench:
         await self.measure(OWN, f"{MANY_OWN_ROWS}_own")
         self.overlay.chain = ()
 
-    async def few(self, crowd: Crowd) -> None:
-        """Ten rollouts; one that wrote everything in one turn."""
-        (rollout, *_) = await crowd.open(10)
-        made = await crowd.trajectory(rollout, 1, lambda _: _writes(1, KEYS))
-        await self._at(crowd, (await crowd.fork(made, 1))[0], "few")
-
-    async def many(self, crowd: Crowd) -> None:
-        """The crowd; one that wrote the same rows in many turns."""
-        say(f"{self.size.rollouts:,} rollouts, {TURNS} turns")
-        (rollout,) = await crowd.open()
-        made = await crowd.trajectory(
-            rollout, TURNS, lambda turn: _writes(1 + turn * ROWS_PER_TURN % KEYS, ROWS_PER_TURN)
-        )
-        forks = await crowd.fork(made[-1:], self.size.rollouts)
-        async with crowd.tool() as tool:
-            for fork in forks[:: len(forks) // 200]:
-                await crowd.call(tool, fork, _writes(KEYS, ROWS_PER_TURN))
-        await crowd.settled()
-        await self._at(crowd, forks[-1], "many")
-        for measurement in (*READS, *WRITES):
-            few, many = (self.figures[f"{measurement.name}_{label}"] for label in ("few", "many"))
-            self.figures[f"{measurement.name}_scale"] = many / few
-            self.targets.append(Target(f"{measurement.name}_scale", "<=", 1.3))
-
-    async def _at(self, crowd: Crowd, rollout: str, label: str) -> None:
-        self.overlay.chain, self.overlay.head = await crowd.position(rollout)
-        await _settle(self.admin, self.state)
-        say(f"{label}: a chain of {len(self.overlay.chain)} layers")
-        await self.measure((*READS, *WRITES), label, judged=False)
-        self.figures[f"layers_{label}"] = len(self.overlay.chain)
-
 
 async def run(dsn: str, size: Size) -> tuple[dict[str, float], list[Target]]:
     """All figures. The database of `dsn` is left with the loaded state in it."""
     async with contextlib.AsyncExitStack() as stack:
         admin = await asyncpg.connect(dsn)
         stack.push_async_callback(admin.close)
-        crowd, state = await _load(admin, size, dsn, stack)
+        crowd = await load(dsn, size, stack)
+        state = crowd.state
+        await _load_plain(admin, size, state.tool_role)
+        await settle(admin, state)
         sides: list[Any] = []
         for kind, path in ((Side, "bench"), (Overlay, f"v_{state.hash}")):
             connection = await stack.enter_async_context(crowd.tool())
@@ -435,19 +409,16 @@ async def run(dsn: str, size: Size) -> tuple[dict[str, float], list[Target]]:
             await sides[-1].prepare()
         bench = Bench(admin, state, *sides, size)
         bench.overlay.head = await _layer(admin)
-        _one_core([await side.conn.fetchval("select pg_backend_pid()") for side in sides])
+        one_core([await side.conn.fetchval("select pg_backend_pid()") for side in sides])
         say("warming prepared statements on the empty delta")
         for measurement in READS:
-            await _measure(*sides, measurement, 3)
-        async with crowd.background():
-            await bench.few(crowd)
-            await bench.depths()
-            await bench.many(crowd)
+            await compare(*sides, measurement, 3)
+        await bench.depths()
         return bench.figures, bench.targets
 
 
 @contextlib.asynccontextmanager
-async def _database(dsn: str | None) -> AsyncIterator[str]:
+async def database(dsn: str | None, name: str = "mm_bench_overlay") -> AsyncIterator[str]:
     """A migrated database: in the server of `dsn` (dropped afterwards), or in an embedded one."""
     from sqlalchemy.engine import make_url
 
@@ -460,7 +431,6 @@ async def _database(dsn: str | None) -> AsyncIterator[str]:
             dsn = (await stack.enter_async_context(EmbeddedPostgres(Path(folder, "pg")))).dsn
         admin = await asyncpg.connect(dsn)
         stack.push_async_callback(admin.close)
-        name = "mm_bench_overlay"
         await admin.execute(f"drop database if exists {name} with (force)")
         await admin.execute(f"create database {name} template template0")
         stack.push_async_callback(admin.execute, f"drop database if exists {name} with (force)")
@@ -471,11 +441,16 @@ async def _database(dsn: str | None) -> AsyncIterator[str]:
 async def _main(arguments: argparse.Namespace) -> None:
     started = time.monotonic()
     size = QUICK if arguments.quick else FULL
-    async with _database(arguments.dsn) as dsn:
+    async with database(arguments.dsn) as dsn:
         admin = await asyncpg.connect(dsn)
         version = await admin.fetchval("show server_version")
         await admin.close()
         figures, targets = await run(dsn, size)
+        from benchmarks import overlay_scale  # here, since it measures with what this module has
+
+        scaled, more = await overlay_scale.run(dsn, size.rollouts)
+        figures |= scaled
+        targets += more
     say(f"took {time.monotonic() - started:.0f} s")
     rows = size.customers + size.orders + size.items
     report("overlay", figures, targets, postgresql=version, base_rows=rows, foreign_rows=3 * size.foreign_rows)
