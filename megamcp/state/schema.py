@@ -28,6 +28,7 @@ from megamcp.state import (
     catalog,
     companions,
     digests,
+    estimates,
     filling,
     foreign_keys,
     late,
@@ -251,7 +252,7 @@ async def _compile(
     await conn.execute(f"comment on schema {ident(s)} is {literal(json.dumps(state.to_json()))}")
     for done, table in enumerate(found.tables):
         progress("analyze", done, len(found.tables))
-        await conn.execute(f"analyze {tables.parent(s, table.name)}")
+        await estimates.settle(conn, s, table)
     return state
 
 
