@@ -3,9 +3,10 @@
     python -m benchmarks.fork [--quick]
 
 *Below REST* is `Rollouts.fork` in this process: the INSERT, its commit, and nothing else. Latencies are of one request
-after another; rates are of 32 at once. Two databases with a gateway each: one with 10 open rollouts, whose checkpoint is
-the first of its trajectory, and one with 100,000 (`--quick`: 1,000), whose checkpoint is the hundredth. They are measured
-in turns, so that the ratio between them isn't the machine's mood. The long chain is squashed by the gateway, as always.
+after another; rates are of 32 at once. Two databases with a gateway each: one with 10 open rollouts, whose checkpoint
+is the first of its trajectory, and one with 100,000 (`--quick`: 1,000), whose checkpoint is the hundredth. They are
+measured in turns, so that the ratio between them isn't the machine's mood. The long chain is squashed by the gateway,
+as always.
 """
 
 import argparse

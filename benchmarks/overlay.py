@@ -448,7 +448,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         figures, targets = await run(dsn, size)
         from benchmarks import overlay_scale  # here, since it measures with what this module has
 
-        scaled, more = await overlay_scale.run(dsn, size.rollouts)
+        scaled, more = await overlay_scale.run(dsn, size)
         figures |= scaled
         targets += more
     say(f"took {time.monotonic() - started:.0f} s")
