@@ -25,7 +25,7 @@ MOST = 1.3
 
 
 async def run(server: str, full: overlay.Size) -> tuple[dict[str, float], list[Target]]:
-    """All figures; the server's login must be a superuser. The base is smaller than elsewhere: it isn't the question."""
+    """All figures; the server's login must be a superuser. The base is small: it isn't the question."""
     rollouts, rows = full.rollouts, min(100_000, full.customers // 2)
     size = overlay.Size(rows, rows, rows, full.rounds, 0, 0)
     async with contextlib.AsyncExitStack() as stack:
