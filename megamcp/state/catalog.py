@@ -127,6 +127,21 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Trigger:
+    """A trigger of the environment. In catalogs they are in the order in which PostgreSQL fires those of one table."""
+
+    number: int
+    name: str
+    table: str
+    row: bool
+    before: bool
+    events: str  # of i, u, d
+    columns: tuple[str, ...]  # UPDATE OF
+    function: str
+    definition: str
+
+
+@dataclass(frozen=True, slots=True)
 class Remake:
     """A view or SQL function of the environment that is dropped with the tables and made again over the views."""
 
@@ -142,6 +157,7 @@ class Catalog:
     foreign_keys: tuple[ForeignKey, ...]
     sequences: tuple[Sequence, ...]
     remakes: tuple[Remake, ...]
+    triggers: tuple[Trigger, ...] = ()
 
     def table(self, name: str) -> Table:
         return next(table for table in self.tables if table.name == name)
@@ -249,6 +265,20 @@ async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
         ),
         sequences=await _sequences(conn, schema),
         remakes=tuple(Remake(**dict(row)) for row in await conn.fetch(_SQL["remakes"], schema, ours)),
+        triggers=tuple(
+            Trigger(
+                number=number,
+                name=row["name"],
+                table=row["table"],
+                row=bool(row["kind"] & 1),
+                before=bool(row["kind"] & 2),
+                events="".join(e for e, bit in (("i", 4), ("d", 8), ("u", 16)) if row["kind"] & bit),
+                columns=tuple(row["columns"]),
+                function=row["function"],
+                definition=row["definition"],
+            )
+            for number, row in enumerate(await conn.fetch(_SQL["triggers"], schema), 1)
+        ),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import postgast
 
-from megamcp.state import keyless, probes, triggers
+from megamcp.state import keyless, probes, triggers, user_triggers
 from megamcp.state.catalog import Catalog, Column, Key, Table
 from megamcp.state.names import LAYER, STAMP, body_quote, hidden, ident, literal
 from megamcp.state.tables import delta, match
@@ -26,6 +26,8 @@ _TWICE = """raise exception using errcode = '21000',
         hint = 'Ensure that no rows proposed for insertion within the same command '
           'have duplicate constrained values.';
 """
+STATEMENT_TRIGGERS = "statement triggers"
+"""The comment of a shape whose table has such triggers: they stand on the table's own view alone."""
 _MOST_COLUMNS = 780  # the view of conflicts has two columns for one
 
 
@@ -51,6 +53,8 @@ async def shapes(conn: Any, visible: str, catalog: Catalog) -> str:
             f"{ident(c.name)} {c.type}{f' collate {c.collation}' if c.collation else ''}, " for c in table.columns
         )
         parts.append(f"create table {w}.{ident(table.name)} ({columns}check (false));\n")
+        if user_triggers.for_statements(catalog, table):
+            parts.append(f"comment on table {w}.{ident(table.name)} is {literal(STATEMENT_TRIGGERS)};\n")
         for row in await conn.fetch(_KEYS, visible, table.name):
             if row["constraint"]:
                 parts.append(
@@ -184,7 +188,7 @@ def _proposed(state: str, visible: str, catalog: Catalog, table: Table) -> str:
 declare
   _mm_done text;
 begin
-{triggers.fixed_columns(catalog, table, update=False)}{triggers.row_checks(visible, table)}  return new;
+{triggers.proposed(visible, catalog, table)}  return new;
 end"""
     return (
         _view(visible, name, _columns(table))
@@ -278,7 +282,7 @@ def _conflict(state: str, visible: str, catalog: Catalog, table: Table) -> str:
         old {row_type} := _mm_old;
         new {row_type} := _mm_old;
       begin
-{assigned}{triggers.updated(state, visible, catalog, table, touched)}        _mm_result := new;
+{assigned}{triggers.updated(state, visible, catalog, table, touched, "_mm_row._mm_sets")}        _mm_result := new;
       end;
     end if;
 {"".join(f"    new.{ident(n)} := _mm_result.{ident(n)};{chr(10)}" for n in table.names)}    return new;

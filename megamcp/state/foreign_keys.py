@@ -15,7 +15,7 @@ cascaded statements to the same queue. So does this:
 The queue is an unlogged table with rows of running transactions only (told apart by backend).
 """
 
-from megamcp.state import late, probes, unique
+from megamcp.state import late, probes, unique, user_triggers
 from megamcp.state.catalog import Catalog, ForeignKey, Table
 from megamcp.state.expressions import changed
 from megamcp.state.names import body_quote, ident, literal
@@ -106,6 +106,7 @@ def drain(state: str, visible: str, catalog: Catalog) -> str:
     """One function a foreign key, and the loop that takes events off the queue."""
     s = ident(state)
     parts = [_event_function(state, visible, catalog, foreign) for foreign in catalog.foreign_keys]
+    parts.append(user_triggers.events(state, visible, catalog, _HEAD))
     arms = ""
     for foreign in catalog.foreign_keys:
         now = ""
@@ -120,18 +121,21 @@ def drain(state: str, visible: str, catalog: Catalog) -> str:
         parts.append(unique.event_function(state, visible, table, key))
         parts.append(late.table(state, visible, key.number, key.name, key.deferred))
         arms += f"      when {key.number} then {late.put_off(visible, key.number)}\n"
+    arms += user_triggers.arms(state, catalog)
     calls = f"    case _event.number\n{arms}    end case;\n" if arms else ""
     body = f"""declare
   _event record;
   _any boolean;
   _before text := coalesce(current_setting('megamcp.draining', true), '');
   _mine text := '<' || _level || '>';
+  _depth int := coalesce(nullif(current_setting('megamcp.depth', true), ''), '0');
   _done text;
 begin
   if _before = _mine then
     return;
   end if;
   _done := set_config('megamcp.draining', _mine, true);
+  _done := set_config('megamcp.depth', (_depth + 1)::text, true);
   loop  -- a batch at a time: events that it adds come after all of it
     _any := false;
     for _event in
@@ -143,6 +147,7 @@ begin
     exit when not _any;
   end loop;
   _done := set_config('megamcp.draining', _before, true);
+  _done := set_config('megamcp.depth', _depth::text, true);
   if not exists (select from {s}."~queue" q where q.backend = pg_backend_pid()) then
     _done := set_config('megamcp.queued', '', true);
   end if;

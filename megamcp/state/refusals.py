@@ -50,6 +50,11 @@ _CONFLICT = "INSERT … ON CONFLICT"
 NESTED_CONFLICT = Refusal(
     f"{_CONFLICT} in WITH, with a WITH of its own", "both would have to come first", "Lift the inner WITH out of it."
 )
+STATEMENT_TRIGGERS = Refusal(
+    "ON CONFLICT or OVERRIDING on a table with triggers FOR EACH STATEMENT",
+    "the rows go through another view, which has no such triggers",
+    "Use row triggers, or MERGE.",
+)
 TOO_WIDE = Refusal(
     f"{_CONFLICT} into a table of over 780 columns", "the view beside it would be too wide", "Use MERGE."
 )

@@ -41,8 +41,8 @@ DATABASE = "Use state kind 'database' for this environment."
 _ALLOWED = {
     "create_stmt", "index_stmt", "create_enum_stmt", "create_domain_stmt", "alter_table_stmt", "create_seq_stmt",
     "alter_seq_stmt", "view_stmt", "create_function_stmt", "comment_stmt", "insert_stmt", "update_stmt",
-    "delete_stmt", "select_stmt", "drop_stmt", "composite_type_stmt", "create_range_stmt", "alter_enum_stmt",
-    "alter_domain_stmt", "rename_stmt",
+    "delete_stmt", "select_stmt", "drop_stmt", "create_trig_stmt", "composite_type_stmt", "create_range_stmt",
+    "alter_enum_stmt", "alter_domain_stmt", "rename_stmt",
 }  # fmt: skip
 
 _KEYWORDS = {
@@ -140,6 +140,8 @@ def _look(node: pb.Node, label: str) -> list[Problem]:
                         add("range type with a function", "the function may not outlive loading", "Leave it out.")
             case pb.ColumnDef():
                 _look_column(message, add)
+            case pb.CreateTrigStmt() if len(message.funcname) > 1:
+                add("schema name", "the trigger's function has a schema", "Leave the schema out.")
             case pb.CreateFunctionStmt():
                 _look_function(message, add)
             case pb.SelectStmt() if message.HasField("into_clause"):

@@ -46,7 +46,8 @@ select current_schema()::text as visible, array(
   select a.attname::text from pg_catalog.pg_attribute a
   where a.attrelid = to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $2::text)) and a.attnum > 0
     and not a.attisdropped order by a.attnum) as accepted,
-  to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $3::text)) is not null as identities
+  to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $3::text)) is not null as identities,
+  obj_description(to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $1::text)), 'pg_class') as note
 """
 _KEYS = """
 select i.relname::text as name, x.indnullsnotdistinct as nulls_equal,
@@ -86,6 +87,8 @@ class _Table:
     accepted: tuple[str, ...]
     """Columns of `t~conflict`."""
     identities: bool
+    triggers: bool
+    """Statement triggers stand on the table's view, not on those beside it."""
     keys: tuple[_Key, ...]
 
     @property
@@ -198,6 +201,8 @@ class Rewriter:
         system = insert.override == pb.OVERRIDING_SYSTEM_VALUE
         insert.override = pb.OVERRIDING_NOT_SET
         if table is not None and table.identities:
+            if table.triggers:
+                refuse(refusals.STATEMENT_TRIGGERS)
             if not insert.relation.HasField("alias"):
                 insert.relation.alias.aliasname = table.name
             insert.relation.schemaname = table.schema
@@ -218,7 +223,9 @@ class Rewriter:
                 for k in await fetch(_KEYS, schema, name)
             ]
             columns, accepted = tuple(row["columns"]), tuple(row["accepted"])
-            self._tables[key] = _Table(name, row["visible"], columns, accepted, row["identities"], tuple(keys))
+            self._tables[key] = _Table(
+                name, row["visible"], columns, accepted, row["identities"], row["note"] is not None, tuple(keys)
+            )
         return self._tables[key]
 
     async def _conflict(self, insert: pb.InsertStmt, number: int, fetch: Fetch, path: str) -> tuple[str, str] | None:
@@ -228,8 +235,8 @@ class Rewriter:
         table = await self._table(insert.relation, fetch, path)
         if table is None:
             return None
-        if not table.accepted:
-            refuse(refusals.TOO_WIDE)
+        if not table.accepted or table.triggers:
+            refuse(refusals.TOO_WIDE if not table.triggers else refusals.STATEMENT_TRIGGERS)
         clause, stage = insert.on_conflict_clause, f"_mm_{number}"
         alias = insert.relation.alias.aliasname or insert.relation.relname
         keys = await _arbiters(clause, table, alias, fetch)

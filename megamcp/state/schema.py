@@ -37,13 +37,14 @@ from megamcp.state import (
     rights,
     tables,
     triggers,
+    user_triggers,
     views,
 )
 from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, ROW, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 11
+COMPILER_VERSION = 12
 _ATTEMPTS = 20
 MODULUS = 1 << 128
 
@@ -227,9 +228,10 @@ async def _compile(
     await rights.as_owner(
         conn,
         s,
-        triggers.core(s)
+        triggers.core(s, triggers=bool(found.triggers))
         + "".join(triggers.create(s, v, found, table) for table in found.tables)
         + foreign_keys.drain(s, v, found)
+        + user_triggers.marks(s, v, found, triggers.HEAD)
         + digests.freeze(s, found.tables),
     )
     await _remake(conn, v, found)
@@ -244,8 +246,11 @@ async def _compile(
         + companions.grants(v, (made.tool_role, view)),
     )
     await _rewrite_functions(conn, v, found)
+    await rights.as_view(conn, v, await user_triggers.copies(conn, v, found, triggers.level_mark))
     await conn.execute(
-        rights.released(s, v, view) + rights.grants(s, v, found, (owner, view, made.tool_role, made.query_role))
+        rights.released(s, v, view)
+        + rights.grants(s, v, found, (owner, view, made.tool_role, made.query_role))
+        + user_triggers.rights(v, found, owner, (made.tool_role, made.query_role))
     )
     await _no_temporary_tables(conn, made.tool_role)
     state = replace(made, tables=tuple(TableInfo(t.name, t.names, t.identity) for t in found.tables))

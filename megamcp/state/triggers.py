@@ -13,7 +13,7 @@ Three INSTEAD OF row triggers a table, and a statement trigger before and after.
 Foreign keys end in `foreign_keys`; what can't be decided while rows still move waits there for the statement's end.
 """
 
-from megamcp.state import clock, foreign_keys, keyless, probes, unique
+from megamcp.state import clock, foreign_keys, keyless, probes, unique, user_triggers
 from megamcp.state.catalog import Catalog, Column, Key, Table
 from megamcp.state.expressions import changed as differs
 from megamcp.state.expressions import over_new, over_sequences
@@ -28,7 +28,7 @@ _FIRST = r"^(\s|--[^\n]*\n|/\*.*\*/)*"
 _MERGE = rf"{_FIRST}merge\M|[()]\s*merge\s+into\M"  # also after WITH … (…), or inside it
 
 
-def core(state: str) -> str:
+def core(state: str, *, triggers: bool = False) -> str:
     """The statement triggers' functions, shared by the tables of a state.
 
     Several statements may be under way at once: the parts of a command that write in WITH, and what functions do in
@@ -37,13 +37,18 @@ def core(state: str) -> str:
     the end of the whole command. Cascades are of the level that is drained. `megamcp.open` lists the levels of the
     parts under way, `megamcp.level` is the innermost.
 
-    These two functions see the caller's search path, so each name and operator in them has its schema.
+    With `triggers` of the environment anything may write in between, so every command counts as one of several parts.
+
+    The last two functions see the caller's search path, so each name and operator in them has its schema.
     """
     s = ident(state)
     head = HEAD.replace("set search_path = pg_catalog, pg_temp", "")
     mark = literal('"~[^"]*"')
+    mark = f"substring(pg_catalog.current_setting('search_path') from {mark})"
     level = (
-        f"coalesce(substring(pg_catalog.current_setting('search_path') from {mark}),\n"
+        # The depth tells a trigger's statement from one of the same trigger that it fires.
+        f"coalesce(case when {mark} is not null then\n"
+        f"      pg_catalog.concat({mark}, '#', pg_catalog.current_setting('megamcp.depth', true)) end,\n"
         "    substring(pg_catalog.current_setting('megamcp.draining', true) from '<(.*)>'), '')"
     )
     return f"""
@@ -52,8 +57,8 @@ return coalesce(current_setting('megamcp.level', true), '') = '' and current_que
 create function {s}."~begun"(_table text, _name text, _level text) returns void {HEAD} $body$
 declare
   _setting text := 'megamcp.t' || _table;
-  _several text := case when _level <> '' or current_query() ~* {literal(f"{_FIRST}(with|merge)")}
-    then 'on' else '' end;
+  _several text := case when {str(triggers).lower()} or _level <> ''
+    or current_query() ~* {literal(f"{_FIRST}(with|merge)")} then 'on' else '' end;
   _done text;
 begin
   if current_setting(_setting, true) <> '' then
@@ -150,7 +155,7 @@ def unset_setting(table: Table, column: Column) -> str:
 
 
 def fixed_columns(catalog: Catalog, table: Table, update: bool, *, identities: bool = True) -> str:
-    """Refuses values for them, and computes the generated ones; without `identities`, those take what is given."""
+    """Refuses values for columns that take none; without `identities`, those take what is given."""
     lines: list[str] = []
     for column in fixed(table):
         name = ident(column.name)
@@ -170,9 +175,24 @@ def fixed_columns(catalog: Catalog, table: Table, update: bool, *, identities: b
                 given = f"new.{name} is distinct from null and {differs(table, [column.name], 'new', 'old')}"
             else:
                 after = f"  _mm_done := set_config({mark}, '', true);\n"
-            after += f"  new.{name} := {over_new(column.generated or '', table.names)};\n"
         lines.append(f"  if {given} then\n    {_refused_value(column, update)}\n  end if;\n{after}")
     return "".join(lines)
+
+
+def generated(table: Table) -> str:
+    """Computes the generated columns of NEW."""
+    return "".join(
+        f"  new.{ident(column.name)} := {over_new(column.generated, table.names)};\n"
+        for column in table.columns
+        if column.generated is not None
+    )
+
+
+def _changed_before(visible: str, catalog: Catalog, table: Table, event: str, sets: str | None = None) -> str:
+    """The environment's BEFORE triggers, which don't see generated columns of NEW, and then those columns."""
+    fired = user_triggers.fire_before(visible, catalog, table, event, sets)
+    hidden_values = "".join(f"  new.{ident(c.name)} := null;\n" for c in table.columns if c.generated is not None)
+    return f"{hidden_values if fired else ''}{fired}{generated(table)}"
 
 
 def _pattern(name: str) -> str:
@@ -299,10 +319,18 @@ begin
     )
 
 
-def insert_body(state: str, visible: str, catalog: Catalog, table: Table, *, identities: bool = True) -> str:
+def proposed(visible: str, catalog: Catalog, table: Table, *, identities: bool = True) -> str:
+    """NEW as it is to be inserted, checked by itself."""
     return (
         fixed_columns(catalog, table, update=False, identities=identities)
+        + _changed_before(visible, catalog, table, "i")
         + row_checks(visible, table)
+    )
+
+
+def insert_body(state: str, visible: str, catalog: Catalog, table: Table, *, identities: bool = True) -> str:
+    return (
+        proposed(visible, catalog, table, identities=identities)
         + inserted(state, visible, catalog, table)
         + "  return new;\n"
     )
@@ -314,8 +342,10 @@ def inserted(state: str, visible: str, catalog: Catalog, table: Table) -> str:
         ("  _mm_this := nextval('megamcp.stamp_seq');\n" if table.row else "")
         + "".join(_unique(state, visible, table, key, but=False, changed=False) for key in table.keys)
         + _write(state, table, "new", False, once=False)
+        + user_triggers.fire_after(state, catalog, table, "i", early=True)
         + foreign_keys.on_write(state, visible, catalog, table, update=False)
         + _late(state, table)
+        + user_triggers.fire_after(state, catalog, table, "i", early=False)
     )
 
 
@@ -324,8 +354,11 @@ def gone(state: str, table: Table, touched: str = "") -> str:
     return (keyless.find(state, table) + touched if table.row else "") + _write(state, table, "old", True, once=True)
 
 
-def updated(state: str, visible: str, catalog: Catalog, table: Table, touched: str) -> str:
-    """The row of OLD becomes NEW; `touched` is what happens to a row that the statement has written already."""
+def updated(state: str, visible: str, catalog: Catalog, table: Table, touched: str, sets: str | None = None) -> str:
+    """The row of OLD becomes NEW; `touched` is what happens to a row that the statement has written already.
+
+    `sets` is an SQL array of the assigned columns, where the statement is not an UPDATE of the view.
+    """
     rest = [key for key in table.keys if not key.identifies]
     write = keyless.find(state, table) + touched if table.row else ""
     write += _write(state, table, "new", False, once=True) + touched
@@ -338,31 +371,56 @@ def updated(state: str, visible: str, catalog: Catalog, table: Table, touched: s
         moved += _write(state, table, "new", False, once=False)
         stays = " and ".join(f"new.{ident(c)} = old.{ident(c)}" for c in table.identity)
         write = f"  if {stays} then\n{write}  else\n{moved}  end if;\n"
+    fires = user_triggers.of_rows(catalog, table, "u", before=True)
     return (
         fixed_columns(catalog, table, update=True)
+        + (_untouched(state, table, touched) if fires else "")
+        + _changed_before(visible, catalog, table, "u", sets)
         + row_checks(visible, table)
         + write
         # As the names of PostgreSQL's triggers sort: what the row does to others comes before its own parents.
+        + user_triggers.fire_after(state, catalog, table, "u", early=True, sets=sets)
         + foreign_keys.on_leave(state, catalog, table, update=True)
         + foreign_keys.on_write(state, visible, catalog, table, update=True)
         + _late(state, table)
+        + user_triggers.fire_after(state, catalog, table, "u", early=False, sets=sets)
+    )
+
+
+def _untouched(state: str, table: Table, touched: str) -> str:
+    """PostgreSQL fires nothing for a row that the statement has written already."""
+    if table.row:
+        return keyless.find(state, table) + touched
+    written = (
+        f"select from {delta(state, table.name)} _mm_d where _mm_d.{LAYER} = _mm_head and "
+        f"{probes.is_row(table, '_mm_d', 'old')} and _mm_d.{STAMP} = _mm_statement"
+    )
+    return f"  perform where not exists ({written});\n{touched}"
+
+
+def _delete_body(state: str, visible: str, catalog: Catalog, table: Table) -> str:
+    touched = _touched(state)
+    fires = user_triggers.of_rows(catalog, table, "d", before=True)
+    return (
+        (_untouched(state, table, touched) if fires else "")
+        + user_triggers.fire_before(visible, catalog, table, "d")
+        + gone(state, table, touched)
+        + touched
+        + user_triggers.fire_after(state, catalog, table, "d", early=True)
+        + foreign_keys.on_leave(state, catalog, table, update=False)
+        + user_triggers.fire_after(state, catalog, table, "d", early=False)
+        + "  return old;\n"
     )
 
 
 def create(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     """The three functions of a table and the triggers on its view."""
-    delete = (
-        gone(state, table, _touched(state))
-        + _touched(state)
-        + foreign_keys.on_leave(state, catalog, table, update=False)
-        + "  return old;\n"
-    )
     update = updated(state, visible, catalog, table, _touched(state)) + "  return new;\n"
     parts = [
         keyless.create(state, visible, table) if table.row else "",
         function(state, table, "insert", insert_body(state, visible, catalog, table)),
         function(state, table, "update", update),
-        function(state, table, "delete", delete),
+        function(state, table, "delete", _delete_body(state, visible, catalog, table)),
     ]
     s, view = ident(state), f"{ident(visible)}.{ident(table.name)}"
     parts += [
@@ -376,11 +434,14 @@ def create(state: str, visible: str, catalog: Catalog, table: Table) -> str:
 
 
 def around(state: str, view: str, table: Table, events: str) -> str:
-    """The statement triggers of a view whose rows go into `table`."""
+    """The statement triggers of a view whose rows go into `table`.
+
+    Triggers of a kind fire in order of name: the environment's BEFORE triggers come first, its AFTER triggers last.
+    """
     return "".join(
-        f'create trigger "~{moment}" {moment} {events} on {view} for each statement '
+        f'create trigger "{sign}{moment}" {moment} {events} on {view} for each statement '
         f"execute function {ident(state)}.\"~{moment}\"('{table.number}', {literal(table.name)});\n"
-        for moment in ("before", "after")
+        for sign, moment in (("~", "before"), ("!", "after"))
     )
 
 

@@ -49,6 +49,13 @@ select c.relname as name, s.seqstart, s.seqincrement, s.seqmin, s.seqmax, s.seqc
         and p.refclassid = 'pg_class'::regclass and p.deptype in ('a', 'i') limit 1) as owner
 from pg_sequence s join pg_class c on c.oid = s.seqrelid where c.relnamespace = $1::text::regnamespace order by c.oid
 
+-- name: triggers
+select t.tgname::text as name, c.relname::text as table, t.tgtype::int as kind, p.oid::regprocedure::text as function,
+  pg_get_triggerdef(t.oid) as definition,
+  array(select a.attname::text from unnest(t.tgattr::int2[]) k(num) join pg_attribute a on a.attrelid = c.oid and a.attnum = k.num) as columns
+from pg_trigger t join pg_class c on c.oid = t.tgrelid join pg_proc p on p.oid = t.tgfoid
+where c.relnamespace = $1::text::regnamespace and c.relkind = 'r' and not t.tgisinternal order by t.tgname collate "C", t.oid
+
 -- name: remakes
 select c.oid::bigint as oid, 'view' as kind, c.relname::text as name,
   format('create view %I.%I (%s) %s as %s', n.nspname, c.relname,

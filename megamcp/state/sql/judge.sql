@@ -18,8 +18,19 @@ union all select 'foreign or partitioned table', relname, 'its rows can''t be ke
 union all select 'table without columns', relname, 'its rows can''t be told apart', 'Give it a column.'
   from c where relkind = 'r' and not exists (select from pg_attribute a where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped)
 union all select 'row-level security', relname, 'it would be lost under the view', 'Filter in the tool server.' from c where relrowsecurity and relkind = 'r'
-union all select 'trigger', c.relname || '.' || t.tgname, 'triggers on tables are not kept', 'Do it in the tool server.'
-  from pg_trigger t join c on c.oid = t.tgrelid where not t.tgisinternal
+union all select w.construct, c.relname || '.' || t.tgname, w.reason, w.hint
+  from pg_trigger t join c on c.oid = t.tgrelid cross join lateral (values
+    (t.tgconstraint <> 0, 'constraint trigger', 'when it fires can''t be told from a view', 'Make it a plain AFTER trigger.'),
+    (t.tgoldtable is not null or t.tgnewtable is not null, 'trigger with transition tables', 'a view has none', 'Use a row trigger.'),
+    (t.tgtype & 32 <> 0, 'TRUNCATE trigger', 'rows leave one by one', 'Leave it out.'),
+    (t.tgtype & 64 <> 0, 'INSTEAD OF trigger', 'views of the environment are read only', 'Write the tables.'),
+    (t.tgenabled <> 'O', 'trigger that is not simply enabled', 'it would fire', 'Drop it, or enable it.'),
+    (t.tgname like 'RI\_%' or t.tgname like '~%', 'trigger name', 'it would sort among the state''s own', 'Rename it.'),
+    (t.tgtype & 1 = 1 and exists (select from pg_attribute a where a.attrelid = c.oid and a.attgenerated = 'v'),
+      'row trigger on a table with a virtual generated column', 'its value is missing in NEW and OLD', 'Make the column STORED.'),
+    (exists (select from pg_attribute a where a.attrelid = c.oid and a.attgenerated <> '' and a.attnum = any (t.tgattr)),
+      'UPDATE OF a generated column', 'which columns it hangs on is not followed', 'Name those columns.')
+  ) w(found, construct, reason, hint) where w.found and not t.tgisinternal
 union all select 'rule', c.relname || '.' || r.rulename, 'rules rewrite statements', 'Do it in the tool server.'
   from pg_rewrite r join c on c.oid = r.ev_class where r.rulename <> '_RETURN'
 union all select 'exclusion constraint', c.relname || '.' || n.conname, 'it has no index over a chain', 'Check it in the tool server.'
