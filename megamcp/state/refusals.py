@@ -112,7 +112,6 @@ WITH_HOLD = Refusal(
 SELECT_INTO = Refusal("SELECT INTO", f"it makes a table: {_SCHEMA_IS_LOADED}", "Use a CTE, or fetch the rows.")
 TIME_LITERAL = Refusal("'now', 'today', 'tomorrow' or 'yesterday' as a time", _OWN_CLOCK, "Use now() and intervals.")
 EXPLAIN = Refusal("EXPLAIN", "estimates tell of rows of other rollouts", "Run the query itself.")
-EXPLAIN_ANALYZE = Refusal("EXPLAIN ANALYZE", "a query must not be run for its side effects", "Run the query itself.")
 NOT_A_QUERY = Refusal(
     "a statement that is no query",
     "this endpoint reads",

@@ -135,26 +135,30 @@ async def world(conn: asyncpg.Connection, database: str) -> AsyncIterator[World]
     await tool.close()
 
 
-Compare = Callable[[str, Sequence[str], Sequence[str], Sequence[str]], None]
+Compare = Callable[[str, Sequence[str], Sequence[str], Sequence[str | tuple[str, ...]]], None]
 
 
 @pytest.fixture(scope="module")
 def compare(postgres_dsn: str) -> Iterator[Compare]:
-    """Runs statements, each in a transaction, on a rollout and on plain tables: (DDL, tables, rows, statements).
+    """Runs statements on a rollout and on plain tables: (DDL, tables, rows, statements).
 
-    A checkpoint is made between the statements now and then, so that rows of several layers are met.
+    Each statement, or tuple of them, is a transaction. A checkpoint is made between them now and then, so that rows of
+    several layers are met.
     """
     with asyncio.Runner() as runner:
         database = runner.run(Database.create(postgres_dsn))
         made = 0
 
-        def run(ddl: str, tables: Sequence[str], seeds: Sequence[str], statements: Sequence[str]) -> None:
+        def run(
+            ddl: str, tables: Sequence[str], seeds: Sequence[str], statements: Sequence[str | tuple[str, ...]]
+        ) -> None:
             nonlocal made
             made += 1
             pair = runner.run(Pair.load(database, f"same_{made}", ddl, tables, seeds))
             steps: list[Step] = []
             for number, sql in enumerate(statements):
-                steps.append(Call(0, (Statement(sql, Openness.EXACT),)))
+                several = sql if isinstance(sql, tuple) else (sql,)
+                steps.append(Call(0, tuple(Statement(one, Openness.EXACT) for one in several)))
                 if number % 3 == 2:
                     steps.append(Checkpoint(0))
             try:

@@ -87,6 +87,29 @@ def test_row_locks_are_what_a_call_that_writes_has_anyway(compare: Callable[...,
     )
 
 
+@pytest.mark.support("SET CONSTRAINTS: by name and ALL", "exact")
+def test_set_constraints_says_when_deferrable_ones_are_checked(compare: Callable[..., None]) -> None:
+    ddl = """
+    create table a (id int primary key, b int);
+    create table b (id int primary key, a int references a deferrable initially immediate);
+    alter table a add constraint back foreign key (b) references b deferrable initially deferred;
+    """
+    compare(
+        ddl,
+        ["a", "b"],
+        ["insert into a values (1, null)", "insert into b values (1, 1)"],
+        [
+            ("set constraints all deferred", "insert into b values (2, 2)", "insert into a values (2, 2)"),
+            ("set constraints all deferred", "insert into b values (3, 3)"),
+            ("set constraints all immediate", "insert into a values (4, 4)"),
+            ("insert into a values (5, 5)", "insert into b values (5, 5)", "set constraints all immediate"),
+            ("insert into a values (6, 6)", "set constraints back immediate"),
+            ("set constraints b_a_fkey deferred", "insert into b values (7, 7)", "insert into a values (7, null)"),
+            "set constraints nope deferred",
+        ],
+    )
+
+
 async def test_row_locks_are_refused_in_calls_that_only_read(world) -> None:
     """As PostgreSQL does: the clause is left in such a call."""
     import asyncpg

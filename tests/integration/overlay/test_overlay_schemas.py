@@ -10,7 +10,6 @@ REFUSED = {
     "create_extension": "create extension citext",
     "create_role": "create role r",
     "create_schema": "create schema other",
-    "create_trig": "create trigger t before insert on a for each row execute function f()",
     "create_table_as": "create table b as select 1 as x",
     "transaction": "begin",
     "schema name": "create table public.a (id int primary key)",
