@@ -29,7 +29,7 @@ from megamcp.failpoints import failpoint
 from megamcp.handles import Signer
 from megamcp.settings import Settings
 from megamcp.state.clones import CallRow, Cluster, Inside
-from megamcp.store import Store
+from megamcp.store import Store, translated
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,12 @@ class Databases:
         key = (rollout, server.name, epoch)
         if known := self._places.get(key):
             return known
+        with translated():
+            return await self._first_place(key, rollout, server, environment)
+
+    async def _first_place(
+        self, key: tuple[str, str, int], rollout: str, server: LoadedServer, environment: LoadedEnvironment
+    ) -> Place:
         # Many calls may wait for one copy, and none of them owns it.
         making = self._making.get(key[:2])
         if making is None:
