@@ -347,9 +347,9 @@ class Databases:
             rows = await inside.calls(await self._store.value(sql.COLLECTED_UPTO, name) or 0)
             for call in (call for call in rows if bound and call.rollout == bound.rollout):
                 await self._store.value(sql.RECORD, *call_arguments(call), True)
-        await failpoint("database.retired")
-        await cluster.seal(name)
         await self._store.value(sql.SEALED, name)
+        await failpoint("database.retired")
+        await cluster.seal(name, patience_s=self._settings.rollback_grace_s, on_busy=tell)
 
     async def moved(self, connection: asyncpg.Connection, rollout: str, checkpoint: str) -> None:
         """In the transaction of a rollback: the rollout's databases owe it from now on."""

@@ -141,4 +141,8 @@ WANTED_SPARES = """select s.content, s.name as source, s.cluster, (
 
 USED = "update megamcp.databases set used_at = clock_timestamp() where name = $1"
 
+# Whether each database on a cluster should take connections.
+DOORS = """select name, not sealed as open from megamcp.databases
+    where cluster = $1 and (status = 'ready' or sealed and status = 'full')"""
+
 NAMES = "select name from megamcp.databases where cluster = $1"

@@ -7,7 +7,7 @@ bounded, and every step may be cut off: the next round, here or elsewhere, takes
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from megamcp.databases import journal as sql
@@ -25,6 +25,10 @@ PAUSE_S = 1.0
 MEASURED_AT_ONCE = 20
 MEASURED_EACH = timedelta(seconds=30)
 SPARES_FOR = timedelta(minutes=10)
+
+
+async def _nobody(_calls: Sequence[str]) -> None:
+    """Nobody waits for the answer of a call on a database that is nobody's."""
 
 
 class Keeper:
@@ -54,7 +58,7 @@ class Keeper:
             if not await self._store.value("select exists (select 1 from megamcp.databases)"):
                 return {}
             await self._databases.clusters.ready()
-        done = {"sealed": await self._seal_leftovers()}
+        done = {"sealed": await self._seal_leftovers(), "mended": await self._mend_doors()}
         await self._store.value(sql.DROP_SNAPSHOTS)
         await self._store.rows(sql.CONDEMN, BATCH)
         done["dropped"] = await self._drop()
@@ -70,6 +74,21 @@ class Keeper:
                 await self._databases.retire(cluster, row["name"])
                 sealed += 1
         return sealed
+
+    async def _mend_doors(self) -> int:
+        """Who is killed while copying leaves the source shut; who is killed while retiring may leave one open."""
+        mended = 0
+        for cluster in self._databases.clusters.opened:
+            there = await cluster.doors()
+            for row in await self._store.rows(sql.DOORS, cluster.name):
+                name, is_open = row["name"], there.get(row["name"])
+                if is_open is False and row["open"]:
+                    await cluster.reopen(name)
+                    mended += 1
+                elif is_open and not row["open"]:
+                    await cluster.seal(name, patience_s=1, on_busy=_nobody)
+                    mended += 1
+        return mended
 
     async def _drop(self) -> int:
         dropped = 0

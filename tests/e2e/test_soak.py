@@ -339,4 +339,3 @@ def _superuser(folder: Path) -> str:
     if not sockets.is_dir():
         sockets = Path((folder / "run.path").read_text().strip())
     return f"postgresql://postgres:{password}@/postgres?host={sockets}&port=5432"
-

@@ -194,6 +194,20 @@ class Cluster:
             await self._sealed(connection, name)
             await connection.execute(f"alter database {ident(name)} with allow_connections true")
 
+    async def doors(self) -> dict[str, bool]:
+        """Our databases, and whether each takes connections."""
+        async with self._access.maintenance() as connection:
+            rows = await connection.fetch(
+                "select datname, datallowconn from pg_database where starts_with(datname, $1)", PREFIX
+            )
+        return {row["datname"]: row["datallowconn"] for row in rows}
+
+    async def reopen(self, name: str) -> None:
+        """Let its login in again where whoever was copying it has been killed. Waits for a copy that is being made."""
+        async with self._one_at_a_time() as connection:
+            if await exists(connection, name):
+                await connection.execute(f"alter database {ident(name)} with allow_connections true")
+
     async def drop(self, name: str, login: str | None = None) -> None:
         """Take a database away with its login and its hand, whatever they are doing. Idempotent."""
         self._check(name)
