@@ -55,7 +55,8 @@ fuzz: $(DEV_STAMP)
 	  -n $(CORES) --dist load --timeout 0
 
 soak: $(DEV_STAMP)
-	SOAK_SECONDS=$(SECONDS) $(BIN)/python -m pytest tests/e2e/test_kill.py tests/integration/test_promises_machine.py --timeout 0
+	SOAK_SECONDS=$(SECONDS) SOAK_STEPS=10000 $(BIN)/python -m pytest tests/e2e/test_soak.py tests/e2e/test_kill.py \
+	  tests/integration/test_promises_machine.py --timeout 0
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
