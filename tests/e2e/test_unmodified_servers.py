@@ -72,6 +72,8 @@ class Store:
 
     gateway: Gateway
     http: httpx.AsyncClient
+    state: asyncpg.Connection
+    """Of the state cluster's superuser."""
 
     async def open(self, environment: str, count: int = 1) -> list[str]:
         answer = await self.http.post("/v1/rollouts", json={"environment": environment, "count": count})
@@ -89,6 +91,15 @@ class Store:
 
     async def post(self, path: str, **body: Any) -> Any:
         return (await self.http.post(path, json=body)).raise_for_status().json()
+
+    async def until_asleep(self) -> None:
+        """Returns once a statement that sleeps runs on the state cluster."""
+        for _ in range(3000):
+            sleeping = "select count(*) from pg_stat_activity where wait_event = 'PgSleep'"
+            if await self.state.fetchval(sleeping):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("no statement sleeps")
 
     def pid(self, rollout: str) -> int | None:
         """Of the rollout's process."""
@@ -119,7 +130,9 @@ async def store(postgres_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> 
             running_gateway(dsn, state_urls=[state.dsn], disk_reserve=0, relay_port=0) as gateway,
             httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
         ):
-            yield Store(gateway, http)
+            watching = await asyncpg.connect(state.dsn)
+            yield Store(gateway, http, watching)
+            await watching.close()
     finally:
         await admin.execute(f'drop database "{name}" with (force)')
         await admin.close()
@@ -186,7 +199,7 @@ async def test_a_call_that_kills_the_server_is_never_run_again_and_the_next_one_
     sql = "update books set stock = stock + 1; select pg_sleep(30)"
     body = {"tool": "execute", "arguments": {"sql": sql}, "idempotency_key": "once"}
     call = asyncio.create_task(store.http.post(f"/v1/rollouts/{rollout}/call", json=body))
-    await asyncio.sleep(1.0)
+    await store.until_asleep()
     pid = store.pid(rollout)
     assert pid is not None
     psutil.Process(pid).kill()
@@ -224,9 +237,34 @@ async def test_nothing_of_a_call_in_flight_reaches_the_state_after_a_rollback(st
     steps = "; ".join(f"update books set stock = {number}; commit; select pg_sleep(0.3)" for number in range(40))
     body = {"tool": "execute", "arguments": {"sql": steps}}
     call = asyncio.create_task(store.http.post(f"/v1/rollouts/{rollout}/call", json=body))
-    await asyncio.sleep(1.0)
+    await store.until_asleep()
     await store.post(f"/v1/rollouts/{rollout}/rollback", checkpoint=checkpoint)
     assert (await call).status_code in (409, 502)
     for _ in range(4):
         assert await store.total(rollout) == 500
         await asyncio.sleep(0.3)
+
+
+async def test_moves_by_another_gateway_process_end_what_can_not_be_kept(store: Store) -> None:
+    moved, ended = await store.open("restarts", 2)
+    checkpoint = (await store.post(f"/v1/rollouts/{moved}/checkpoints"))["id"]
+    await asyncio.gather(store.total(moved), store.total(ended))
+    pids = [store.pid(moved), store.pid(ended)]
+    chosen = store.gateway.settings
+    assert chosen.database_url is not None
+    urls = [url.get_secret_value() for url in chosen.state_urls]
+    async with (
+        running_gateway(
+            chosen.database_url.get_secret_value(), state_urls=urls, disk_reserve=0, relay_port=0
+        ) as second,
+        httpx.AsyncClient(base_url=second.url, timeout=60) as http,
+    ):
+        (await http.post(f"/v1/rollouts/{moved}/rollback", json={"checkpoint": checkpoint})).raise_for_status()
+        (await http.delete(f"/v1/rollouts/{ended}")).raise_for_status()
+        for _ in range(1000):
+            if not any(psutil.pid_exists(pid) for pid in pids if pid is not None):
+                break
+            await asyncio.sleep(0.01)
+    assert None not in pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert await store.total(moved) == 1000
