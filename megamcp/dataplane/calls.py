@@ -210,6 +210,13 @@ class Calls:
         deadline: float,
         progress: Progress | None,
     ) -> wire.Reply:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await route.way.warm()  # what fails here was not run: its key is free for another try
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"Tool server {route.server.name!r} was not ready before the call's deadline; it was not run."
+            ) from None
         run = _Run()
         # In a task of its own: a cancellation may cut the exchange with the server, never the two rows around it.
         task = asyncio.create_task(self._intended(run, rollout, route, call, request, deadline, progress))

@@ -227,6 +227,12 @@ class Place:
         self.server = server
         self.key = rollout.id, server.name
 
+    async def warm(self) -> None:
+        """Takes a place and starts the process, unless there is one."""
+        seat = self._seat
+        if seat is None or seat.stopping is not None or seat.child.running is None:
+            await self.upstream()
+
     async def upstream(self) -> Upstream:
         return await self._dedicated.upstream(self)
 

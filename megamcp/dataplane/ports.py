@@ -224,8 +224,8 @@ class ControlPort(Protocol):
     async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget:
         """The process that serves a rollout now, its state ready to be used.
 
-        Asked before each call of a dedicated server and after its intent is durable, so answer from memory where
-        nothing can have changed. `rollout` may be an older view. Raises NotFound, Gone, Unprocessable, NoCapacity.
+        Asked for each call of a dedicated server once its intent is durable, and before that when there is no process
+        yet. `rollout` may be an older view. Raises NotFound, Gone, Unprocessable, NoCapacity.
         """
         ...
 

@@ -159,9 +159,9 @@ class StdioUpstream:
                     break
                 await pending.news.wait()
                 pending.news.clear()
-        except asyncio.CancelledError:
+        except BaseException:
             # A start that is given up is killed by who gave it up.
-            if sent and self._modern is not None:
+            if sent and not pending.ended.done() and self._modern is not None:
                 await self._settle(number, pending)
             raise
         finally:

@@ -23,6 +23,10 @@ class Way(Protocol):
     comes_back: bool
     """Whether a server that is gone is started again, so that what it has not seen may be sent again."""
 
+    async def warm(self) -> None:
+        """Does what `upstream` would need long for, or fail at, where that is known before a call. Raises the same."""
+        ...
+
     async def upstream(self) -> Upstream:
         """A client of the server as it lives now. Raises UpstreamError, DeadlineExceeded; see also `ControlPort`."""
         ...
@@ -59,6 +63,9 @@ class Remote:
                         f"Tool server {name!r} can't be used: {error}.", code="bad_server_address"
                     ) from None
 
+    async def warm(self) -> None:
+        pass
+
     async def upstream(self) -> Upstream:
         return self.client
 
@@ -89,6 +96,9 @@ class Supervised:
     @property
     def tail(self) -> str:
         return self.child.tail
+
+    async def warm(self) -> None:
+        pass
 
     async def upstream(self) -> Upstream:
         running = self._running

@@ -410,6 +410,19 @@ async def test_busy_processes_are_not_displaced(gateway):
     assert all("result" in answer.json for answer in await asyncio.gather(*calls))
 
 
+async def test_a_call_that_found_no_place_was_not_run_and_its_key_is_free(gateway):
+    view = dedicated(gateway, over_stdio(HOSTILE))
+    await gateway.rpc(gateway.control.open(view), "tools/list")  # so that a call needs nothing but its process
+    busy, late = [gateway.control.open(view) for _ in range(3)], gateway.control.open(view)
+    calls = [asyncio.create_task(gateway.call(rollout, "sleep", {"seconds": 2})) for rollout in busy]
+    await until(lambda: len(gateway.control.journal) == 3)
+    answer = await gateway.call(late, "echo", {"value": "x"}, idempotency_key="k")
+    assert (answer.status, answer.code) == (429, "dedicated_capacity")
+    assert len(gateway.control.journal) == 3
+    await asyncio.gather(*calls)
+    assert await said(gateway, late, "echo", {"value": "x"}, idempotency_key="k") == "x"
+
+
 async def test_many_rollouts_share_few_places(gateway):
     view = dedicated(gateway, over_stdio(HOSTILE))
     await gateway.rpc(gateway.control.open(view), "tools/list")
