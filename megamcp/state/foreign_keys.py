@@ -12,7 +12,8 @@ cascaded statements to the same queue. So does this:
 
 - What belongs to a deferrable constraint goes on from the queue to a table of the constraint's own (`late`).
 
-The queue is an unlogged table with rows of running transactions only (told apart by backend).
+The queue is an unlogged table with rows of running transactions only. Each sees its own alone: what a hostile tool may
+have left behind by its settings is nobody's.
 """
 
 from megamcp.state import late, probes, unique, user_triggers
@@ -31,11 +32,11 @@ def queue(state: str) -> str:
     s = ident(state)
     return f"""
 create unlogged table {s}."~queue" (
-  id bigint generated always as identity primary key, backend int not null default pg_backend_pid(),
+  id bigint generated always as identity primary key, xact xid8 not null default pg_current_xact_id(),
   number int not null, event "char" not null, before text, after text, row bigint,
   level text not null default coalesce(current_setting('megamcp.level', true), '')
 );
-create index on {s}."~queue" (backend, id);
+create index on {s}."~queue" (xact, id);
 create function {s}."~enqueue"(_number int, _event "char", _before text, _after text, _row bigint) returns void
 {_HEAD} $body$
 begin
@@ -139,7 +140,7 @@ begin
   loop  -- a batch at a time: events that it adds come after all of it
     _any := false;
     for _event in
-      with taken as (delete from {s}."~queue" q where q.backend = pg_backend_pid() and q.level = _level returning q.*)
+      with taken as (delete from {s}."~queue" q where q.xact = pg_current_xact_id() and q.level = _level returning q.*)
       select * from taken order by id
     loop
       _any := true;
@@ -148,7 +149,7 @@ begin
   end loop;
   _done := set_config('megamcp.draining', _before, true);
   _done := set_config('megamcp.depth', _depth::text, true);
-  if not exists (select from {s}."~queue" q where q.backend = pg_backend_pid()) then
+  if not exists (select from {s}."~queue" q where q.xact = pg_current_xact_id()) then
     _done := set_config('megamcp.queued', '', true);
   end if;
 end"""

@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from megamcp.state import schema, tables
+from megamcp.state import schema, squash, tables
 from tests.integration.overlay.twins import Twins
 
 DDL = """
@@ -141,3 +141,20 @@ async def test_forks_write_their_own_rows(world, twins):
     await second.run("update maybe set note = 'two' where name is null")
     assert await first.read("select count(*) from maybe") == [(1,)]
     assert await second.read("select name, note from maybe order by note") == [(None, "two"), (None, "two"), ("a", "y")]
+
+
+async def test_squashed_layers_show_the_same_rows_and_can_be_written_on(world, twins):
+    rollout = twins.rollout
+    for sql in ("update maybe set note = 'two' where name is null", "delete from maybe where name = 'a'"):
+        await twins.call(sql, "insert into maybe values (null, 'x'), (null, 'x')", "update log set n = n + 1")
+        await rollout.checkpoint()
+    await twins.call("delete from log where n > 3")
+    chain = await rollout.checkpoint()
+    into = await world.control.fetchval("select nextval('megamcp.layer_seq')")
+    assert await squash.build(world.control, rollout.state, chain, into)
+    digest = await schema.digest(world.control, rollout.state, chain)
+    rollout.chain, rollout.head = [into], await world.control.fetchval("select nextval('megamcp.layer_seq')")
+    await twins.compare_rows()
+    assert await schema.digest(world.control, rollout.state, [into]) == digest
+    assert await schema.diff(world.control, rollout.state, chain, [into], 10) == {}
+    await twins.call("update maybe set note = note || '!'", "delete from log where n = 2", "update log set word = 'w'")

@@ -113,3 +113,18 @@ async def test_unloading_leaves_no_role(world):
     assert await world.control.fetchval(mine, state.hash) == 4
     await states.unload(world.control, state)
     assert await world.control.fetchval(mine, state.hash) == 0
+
+
+async def test_events_that_a_tool_leaves_behind_act_on_nobody(world):
+    state = await world.load(
+        "create table boss (id int primary key, up int references boss on delete cascade)",
+        "insert into boss values (1, null), (2, 1), (3, null), (4, 3)",
+    )
+    hostile, next_on_the_connection = await world.open(state), await world.open(state)
+    async with hostile.call() as db:
+        await db.execute("select set_config('megamcp.draining', '<>', true)")  # as if the queue were being worked off
+        await db.execute("delete from boss where id = 1")
+    queued = f'select count(*) from {state.hidden_schema}."~queue"'
+    assert await world.control.fetchval(queued) == 1
+    await next_on_the_connection.run("delete from boss where id = 3")
+    assert await next_on_the_connection.read("select id from boss order by id") == [(1,), (2,)]
