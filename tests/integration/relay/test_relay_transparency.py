@@ -152,7 +152,7 @@ async def compare(home: House, admin: asyncpg.Connection, parts: list[bytes], se
     async with straight:
         expected = await answers(straight, program, seed)
     if restless and expected is not None and b"CXX000" in expected:
-        return  # a simple query amid an extended one leaves PostgreSQL 18.4 in a state that its next command stumbles over
+        return  # a simple query amid an extended one: PostgreSQL 18.4 stumbles over it at its next command
     await admin.execute("truncate thing, late")
     async with await logged_in(("127.0.0.1", home.port), home.user, home.password, "rollout") as relayed:
         over = asyncio.Event()
