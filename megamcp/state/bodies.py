@@ -21,6 +21,7 @@ from megamcp.state.statements import body_verdict
 
 _DYNAMIC = {"PLpgSQL_stmt_dynexecute", "PLpgSQL_stmt_dynfors", "dynquery"}
 _CONTROL = {"PLpgSQL_stmt_commit", "PLpgSQL_stmt_rollback"}
+_CLOCK_LITERAL = re.compile(r"\s*'\s*(now|today|tomorrow|yesterday)\s*'\s*", re.I)
 _STATEMENT, _EXPRESSION = 0, 2  # parse modes of PL/pgSQL; others are assignments
 
 
@@ -40,6 +41,8 @@ def judge(function: pb.CreateFunctionStmt, language: str) -> Iterator[Refusal]:
                 yield refusal
         else:
             for expression in (query,) if mode == _EXPRESSION else _sides(query):
+                if _CLOCK_LITERAL.fullmatch(expression):  # assigned to a variable, perhaps of a time
+                    yield refusals.TIME_LITERAL
                 if refusal := body_verdict(f"select {expression}"):
                     yield refusal
 

@@ -133,6 +133,8 @@ REFUSED = {
     "set_config": HEAD + "begin perform set_config('megamcp.binding', 'x', true); return 1; end $$",
     "writes in BEGIN ATOMIC": "create table t (a int primary key); create function f() returns int begin atomic"
     " insert into t values (1) returning a; end",
+    "'now', 'today', 'tomorrow' or 'yesterday' as a time": HEAD
+    + "declare x timestamptz := 'now'; begin return 1; end $$",
     "procedure": "create procedure p() language sql as 'select 1'",
     "function in c": "create function f() returns int language c as 'x', 'y'",
 }

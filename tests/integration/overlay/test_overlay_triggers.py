@@ -197,6 +197,26 @@ async def test_triggers_run_as_the_view_role_and_go_round_on_conflict_only_for_s
             await db.execute(f"select {function.split('(')[0]}(null, null, '', '', '', '', 0, '', '', '', 0, null)")
 
 
+@pytest.mark.support(
+    "ON CONFLICT or OVERRIDING on a table with triggers FOR EACH STATEMENT",
+    "refused: the rows go through another view, which has no such triggers",
+)
+async def test_on_conflict_does_not_pass_by_statement_triggers(world) -> None:
+    from megamcp.errors import UnsupportedStatement
+    from megamcp.state.rewrites import Rewriter
+
+    ddl = "create table t (a int generated always as identity primary key); create function f() returns trigger"
+    ddl += " language plpgsql as 'begin return null; end'; create trigger x after insert on t execute function f()"
+    rollout = await world.open(await world.load(ddl))
+    async with rollout.call() as db:
+        for sql in (
+            "insert into t default values on conflict do nothing",
+            "insert into t overriding user value values (1)",
+        ):
+            with pytest.raises(UnsupportedStatement, match="FOR EACH STATEMENT"):
+                await Rewriter().rewrite(sql, db.fetch)
+
+
 TABLE = "create table t (a int primary key, b int generated always as (a) stored); create function f() returns trigger"
 TABLE += " language plpgsql as 'begin return null; end'; "
 REFUSED = {
