@@ -141,7 +141,7 @@ class Database:
 
         path = getattr(guard.driver.get_settings(), "search_path", "")  # PostgreSQL 18 reports it
         text, same = await_only(self._rewriter.rewrite(statement, fetch, path, read_only=guard.read_only))
-        return text, parameters if same else ()
+        return text, parameters if same else ([()] if many else ())
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Lease]:

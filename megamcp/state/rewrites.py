@@ -35,7 +35,7 @@ _CANDIDATE = re.compile(
     r"\bconflict\b|\boverriding\b|\bcurrent_|\blocaltime|\btruncate\b|\bconstraints\b|\bfor\s+(no\s|key\s|update|share)",
     re.I,
 )
-_KEPT = 1_000
+_KEPT, _KEPT_LENGTH = 1_000, 16_000  # texts, so that they stay below some 64 MiB
 
 _COMPANION = "select 'w_' || substr(current_schema(), 3)"
 _TABLE = """
@@ -119,13 +119,16 @@ class Rewriter:
             return sql, True
         key = f"{path}|{read_only}", sql
         try:
-            if key not in self._texts:
-                self._texts[key] = await self._rewritten(clock_calls(sql), fetch, path, read_only)
-                if len(self._texts) > _KEPT:
-                    self._texts.popitem(last=False)
-            return self._texts[key], True
+            if key in self._texts:
+                return self._texts[key], True
+            text = await self._rewritten(clock_calls(sql), fetch, path, read_only)
         except Unmet as unmet:
             return unmet.statement, False
+        if len(sql) <= _KEPT_LENGTH:
+            self._texts[key] = text
+            if len(self._texts) > _KEPT:
+                self._texts.popitem(last=False)
+        return text, True
 
     async def _rewritten(self, sql: str, fetch: Fetch, path: str, read_only: bool) -> str:
         try:
