@@ -1,10 +1,13 @@
 """An environment's code stays in its state, whatever SQL it manages to run: roles of its own, no superuser's rights."""
 
+import uuid
+
 import asyncpg
 import pytest
 
 from megamcp import state as states
 from megamcp.state import rights
+from tests.integration.overlay.conftest import World, options
 
 DDL = """
 create domain named as text check (value <> '');
@@ -128,3 +131,44 @@ async def test_events_that_a_tool_leaves_behind_act_on_nobody(world):
     assert await world.control.fetchval(queued) == 1
     await next_on_the_connection.run("delete from boss where id = 3")
     assert await next_on_the_connection.read("select id from boss order by id") == [(1,), (2,)]
+
+
+async def test_a_login_that_is_no_superuser_loads_and_unloads_the_same(world):
+    login = f"overlay_login_{uuid.uuid4().hex[:8]}"
+    server = await asyncpg.connect(**options())
+    await server.execute(f"create role {login} login createrole password 'x'")
+    await server.execute(f"create database {login} owner {login}")
+    login_options = {**options(login), "user": login, "password": "x"}
+    control, tool = await asyncpg.connect(**login_options), await asyncpg.connect(**login_options)
+    try:
+        await control.execute("create schema megamcp; create sequence megamcp.layer_seq")
+        await control.execute(states.state_sql())
+        own = World(control, tool)
+        state = await own.load(
+            "create type pair as (n int, word text);"
+            "create table k (id int primary key deferrable initially deferred, p pair);"
+            "create table bag (n int, note text default 'x'); create unique index on bag ((n + 1)) where n > 5;"
+            "create table up (id int primary key, k int references up deferrable initially deferred);",
+            "insert into k values (1, row(1, 'a')); insert into bag values (1), (1)",
+            "insert into up values (1, 2), (2, 1)",
+        )
+        rollout = await own.open(state)
+        assert await rollout.status("update bag set note = 'y'") == "UPDATE 2"
+        assert await rollout.run("insert into up values (3, 1), (4, 3) returning id") == [(3,), (4,)]
+        with pytest.raises(asyncpg.UniqueViolationError):
+            await rollout.run("insert into k values (1, null)")
+        with pytest.raises(asyncpg.ForeignKeyViolationError):
+            await rollout.run("delete from up where id = 1")
+        await states.unload(control, state)
+        left = "select count(*) from pg_roles where rolname like '%' || $1 || '%'"
+        assert await control.fetchval(left, state.hash) == 0
+    finally:
+        await control.close()
+        await tool.close()
+        await server.execute(f"drop database {login} with (force)")
+        for row in await server.fetch(
+            "select roleid::regrole::text as name from pg_auth_members where member = $1::text::regrole", login
+        ):
+            await server.execute(f"drop role {row['name']}")
+        await server.execute(f"drop role {login}")
+        await server.close()
