@@ -7,6 +7,7 @@ The interface is documented where it is defined: `/docs` shows it, `/openapi.jso
 import asyncio
 import hmac
 from collections.abc import AsyncIterator
+from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 import msgspec
@@ -15,7 +16,10 @@ from fastapi.responses import StreamingResponse
 
 from megamcp import store as sql
 from megamcp import types as t
+from megamcp.environments import LoadedEnvironment
 from megamcp.errors import BadRequest, Unauthorized
+from megamcp.loading.units import Progress
+from megamcp.loads import watched
 from megamcp.services import Services
 from megamcp.store import cursor_of, read_cursor
 from megamcp.views import (
@@ -103,12 +107,33 @@ async def show_environment(
     return environment_view(await s.environments.find(name))
 
 
-@router.post("/environments", tags=["environments"], summary="Load an environment from a folder", status_code=201)
-async def load_environment(s: S, body: t.LoadEnvironment) -> t.Environment:
-    """Idempotent: the same content is the same version. All of it is loaded, or nothing."""
-    from pathlib import Path as FilePath
+@router.post(
+    "/environments",
+    tags=["environments"],
+    summary="Load an environment from a folder",
+    status_code=201,
+    response_model=t.Environment,
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def load_environment(
+    s: S,
+    request: Request,
+    body: t.LoadEnvironment,
+    accept: Annotated[str, Header(description="`text/event-stream` to see its progress.")] = "application/json",
+) -> t.Environment | Response:
+    """Idempotent: the same content is the same version. All of it is loaded, or nothing.
 
-    return environment_view(await s.environments.load(FilePath(body.path), build=s.databases.sources.build))
+    With `Accept: text/event-stream`: `progress`, `remark`, and at the end `loaded` or `problem`. Who hangs up before
+    that ends the load.
+    """
+
+    async def load(progress: Progress | None) -> LoadedEnvironment:
+        return await s.environments.load(FilePath(body.path), progress, s.databases.sources.build)
+
+    if "text/event-stream" in accept:
+        stream = watched(load, request.url.path)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    return environment_view(await load(None))
 
 
 # -- rollouts -----------------------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ class Environments:
                 if isinstance(server.state, DatabaseConfig):
                     await build(database_hash(source.scripts[name]), source.scripts[name], progress)
         async with self._store.transaction() as connection:
+            await connection.execute("set local lock_timeout = 0")  # a load of the same may take its time
             await connection.execute(
                 "select pg_advisory_xact_lock(hashtextextended('environment ' || $1, 7726))", source.hash
             )
@@ -245,7 +246,7 @@ async def _load_state(connection: asyncpg.Connection, server: str, **content: An
         return await state.load(connection, **content)
     except asyncpg.PostgresError as error:
         where = ", ".join([f"servers.{server}", *getattr(error, "__notes__", ())])
-        told = f"{error}" + (f" ({error.detail})" if getattr(error, "detail", None) else "")
+        told = f"{error.args[0]}" + (f" ({error.detail})" if getattr(error, "detail", None) else "")
         if isinstance(error, asyncpg.DiskFullError):
             raise Unavailable(
                 f"PostgreSQL's disk is full: {where}: {told}",
@@ -267,7 +268,7 @@ def _definition(source: Source) -> dict[str, Any]:
     adapter = TypeAdapter(EnvironmentConfig)
     return {
         "folder": str(source.folder),
-        "config": adapter.dump_python(source.config, mode="json", by_alias=True),
+        "config": adapter.dump_python(source.config, mode="json", by_alias=True, exclude_unset=True),
     }
 
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megamcp.cli import show
+from megamcp.cli.bar import Bar
 from megamcp.cli.output import Output, talks_to_gateway
+from megamcp.errors import BadRequest
 
 if TYPE_CHECKING:
     from megamcp.client import Client
@@ -39,11 +41,60 @@ async def show_(
 async def load(
     client: "Client",
     out: Output,
-    path: Annotated[str, typer.Argument(help="Folder with an environment.toml, or an mcp.json. The gateway reads it.")],
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder with an environment.toml, or an mcp.json. The gateway reads it.", show_default=False
+        ),
+    ] = None,
+    from_dsn: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MEGAMCP_FROM_DSN",
+            help="Make the folder from this PostgreSQL first. Its password may also be in PGPASSWORD or ~/.pgpass.",
+            metavar="DSN",
+            show_default=False,
+        ),
+    ] = None,
+    schema: Annotated[
+        str | None,
+        typer.Option(
+            help="With --from-dsn: the PostgreSQL schema to take; else public, or all for kind database.",
+            show_default=False,
+        ),
+    ] = None,
+    tables: Annotated[
+        list[str] | None, typer.Option(help="With --from-dsn: only these tables and views; repeat it.", metavar="NAME")
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="With --from-dsn: the environment's name; else the database's.", show_default=False),
+    ] = None,
+    kind: Annotated[str, typer.Option(help="With --from-dsn: state as `schema` or as `database`.")] = "schema",
+    server_entry: Annotated[
+        str | None,
+        typer.Option(
+            help="With --from-dsn: the tool server, module:object. Kind database has the bundled sql server if not.",
+            metavar="ENTRY",
+            show_default=False,
+        ),
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="With --from-dsn: the new folder; else ./NAME.", show_default=False)
+    ] = None,
 ) -> None:
     """Load an environment. Loading the same content again changes nothing."""
-    out.busy(f"Loading {path} …")
-    found = await client.load_environment(_absolute(path))
+    with Bar(out) as bar:
+        if from_dsn is not None:
+            from megamcp.loading.export import Wanted, export
+
+            if path is not None:
+                raise BadRequest("Give a path or --from-dsn, not both.", hint="--into names the new folder.")
+            wanted = Wanted(from_dsn, schema, tuple(tables or ()), kind, name, server_entry)
+            path = str(await export(wanted, into, bar.progress))
+        if path is None:
+            raise BadRequest("What should be loaded?", hint="Give a folder, or --from-dsn.")
+        found = await client.load_environment(_absolute(path), progress=bar.progress)
     out.answer(found, lambda: show.environment(found))
 
 

@@ -1,6 +1,7 @@
 """The client: what can be opened, and the way to what was opened before."""
 
-from collections.abc import AsyncIterator, Mapping
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Self
@@ -11,7 +12,8 @@ import httpx
 from megamcp import types as t
 from megamcp.client.leases import Leases
 from megamcp.client.rollout import Checkpoint, Rollout
-from megamcp.client.transport import Retry, Transport, build
+from megamcp.client.transport import Retry, Transport, build, error_of, events_of
+from megamcp.errors import Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:8600"
 PAGE = 500
@@ -76,10 +78,33 @@ class Client:
         """One environment, by name (its newest version) or name@hash. Raises `NotFound`."""
         return await self._transport.get(f"/v1/environments/{quote(name, safe='@')}", t.Environment)
 
-    async def load_environment(self, path: str | PathLike[str]) -> t.Environment:
-        """Load a folder (or `mcp.json`) that the *gateway* can read. Idempotent. Raises `UnsupportedSchema`."""
+    async def load_environment(
+        self, path: str | PathLike[str], *, progress: Callable[[str, int, int], None] | None = None
+    ) -> t.Environment:
+        """Load a folder (or `mcp.json`) that the *gateway* can read. Idempotent. Raises `UnsupportedSchema`.
+
+        `progress` is told what is being done, how much of it, of how much (0 of 0: a remark). With it there is no
+        deadline, and leaving (by an exception, or by cancelling) ends the load; nothing of it stays.
+        """
         body = build(t.LoadEnvironment, path=fspath(path))
-        return await self._transport.post("/v1/environments", t.Environment, body, repeatable=True)
+        if progress is None:
+            return await self._transport.post("/v1/environments", t.Environment, body, repeatable=True)
+        async with self._transport.stream("/v1/environments", method="POST", body=body) as lines:
+            async for kind, data in events_of(lines):
+                match kind:
+                    case "progress" | "remark":
+                        told = json.loads(data)
+                        progress(told["what"], told.get("done", 0), told.get("total", 0))
+                    case "loaded":
+                        return t.Environment.model_validate_json(data)
+                    case "problem":
+                        document = json.loads(data)
+                        raise error_of(document, document["status"])
+        raise Unavailable(
+            "The gateway went away while it was loading the environment.",
+            code="connection_lost",
+            hint="Nothing was loaded half. Load it again.",
+        )
 
     # -- rollouts -----------------------------------------------------------------------------------------------
 

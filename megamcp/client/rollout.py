@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from megamcp import types as t
 from megamcp.client.leases import Leases
-from megamcp.client.transport import Transport, build
+from megamcp.client.transport import Transport, build, events_of
 from megamcp.errors import DeadlineExceeded, Unavailable, UpstreamError
 
 PAGE = 1000
@@ -314,7 +314,8 @@ class Rollout:
             before = after
             try:
                 async with self._transport.stream(f"{self._path}/events", {"after": after}) as lines:
-                    async for event in _events(lines):
+                    async for _, data in events_of(lines):
+                        event = t.Event.model_validate_json(data)
                         after = event.seq
                         yield event
             except Unavailable:
@@ -330,16 +331,6 @@ class Rollout:
     @property
     def _path(self) -> str:
         return f"/v1/rollouts/{quote(self.id, safe='')}"
-
-
-async def _events(lines: AsyncIterator[str]) -> AsyncIterator[t.Event]:
-    data: list[str] = []
-    async for line in lines:
-        if line.startswith("data:"):
-            data.append(line[5:].removeprefix(" "))
-        elif not line and data:
-            yield t.Event.model_validate_json("\n".join(data))
-            data = []
 
 
 def _point(point: Checkpoint | str) -> str:

@@ -148,13 +148,16 @@ class Transport:
             await asyncio.sleep(pause)
 
     @asynccontextmanager
-    async def stream(self, path: str, params: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[str]]:
+    async def stream(
+        self, path: str, params: Mapping[str, Any] | None = None, *, method: str = "GET", body: BaseModel | None = None
+    ) -> AsyncIterator[AsyncIterator[str]]:
         """Lines of a server-sent event stream. No deadline between them; the gateway's comments keep it alive."""
         timeout = httpx.Timeout(CONNECT_S, read=None)
         headers = {"Accept": "text/event-stream"}
+        content = body.model_dump(mode="json", exclude_none=True) if body is not None else None
         try:
             async with self._http.stream(
-                "GET", path, params=dict(params), headers=headers, timeout=timeout
+                method, path, params=dict(params or {}), json=content, headers=headers, timeout=timeout
             ) as response:
                 if not response.is_success:
                     await response.aread()
@@ -162,6 +165,20 @@ class Transport:
                 yield response.aiter_lines()
         except httpx.HTTPError as error:
             raise unreachable(error, self.url) from error
+
+
+async def events_of(lines: AsyncIterator[str]) -> AsyncIterator[tuple[str, str]]:
+    """Kind and data of each event of a stream."""
+    kind, data = "message", []
+    async for line in lines:
+        if line.startswith("event:"):
+            kind = line[6:].strip()
+        elif line.startswith("data:"):
+            data.append(line[5:].removeprefix(" "))
+        elif not line:
+            if data:
+                yield kind, "\n".join(data)
+            kind, data = "message", []
 
 
 def build(model: type[M], **fields: Any) -> M:
@@ -198,11 +215,16 @@ def problem(response: httpx.Response) -> e.MegaMCPError:
             "code": "http_error",
             "hint": "The gateway's log says more." if ours else "Is this the URL of a MegaMCP gateway?",
         }
-    code, status = str(document["code"]), response.status_code
+    return error_of(document, response.status_code, retry_after(response))
+
+
+def error_of(document: dict[str, Any], status: int, wait: float | None = None) -> e.MegaMCPError:
+    """The error that a problem document describes."""
+    code = str(document["code"])
     cls = _BY_CODE.get(code) or _BY_STATUS.get(status, e.MegaMCPError)
     extra = {name: value for name, value in document.items() if name not in _STANDARD}
     if cls is e.NoCapacity:
-        extra["retry_after"] = _number(document.get("retry_after")) or retry_after(response) or 1.0
+        extra["retry_after"] = _number(document.get("retry_after")) or wait or 1.0
     elif cls is e.MegaMCPError:
         extra["status"] = status
     return cls(str(document.get("detail") or code), code=code, hint=document.get("hint"), **extra)

@@ -84,6 +84,13 @@ def check_command(command: Command, name: str) -> None:
         raise bad(name, f"line {command.line}: the command {word} is psql's and is not followed", hint)
 
 
+def empty(name: str, schema: str) -> Exception:
+    """The error for a dump that made no table."""
+    where = f"no table in schema {schema}" if schema else "no table"
+    hint = "source_schema names another one; give the folder or file that pg_dump wrote."
+    return bad(name, f"this dump holds {where}", hint)
+
+
 def unqualified(statement: str, schema: str) -> str:
     """The statement without `schema.` before its names, also in `'schema.seq'::regclass` and in function bodies."""
     if schema not in statement and "pg_catalog.setval" not in statement:

@@ -9,8 +9,8 @@ import asyncio
 import hashlib
 import os
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -63,13 +63,16 @@ class Script:
         Raises `Unprocessable` (`invalid_environment`) for a file that isn't what it seems, or has changed.
         """
         if self.path is None:
-            yield _once(self.text.encode(), count)
+            async with aclosing(_once(self.text.encode(), count)) as chunks:
+                yield chunks
             return
         match format_of(self.path):
             case Format.TEXT:
-                yield _file(self.path, count)
+                async with aclosing(_file(self.path, count)) as chunks:
+                    yield chunks
             case Format.GZIP:
-                yield _unzipped(self.path, self.name, count)
+                async with aclosing(_unzipped(self.path, self.name, count)) as chunks:
+                    yield chunks
             case Format.ARCHIVE:
                 async with _restored(self.path, self.name) as chunks:
                     yield chunks
@@ -143,19 +146,19 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
-async def _once(raw: bytes, count: Count) -> AsyncIterator[bytes]:
+async def _once(raw: bytes, count: Count) -> AsyncGenerator[bytes]:
     count(len(raw))
     yield raw
 
 
-async def _file(path: Path, count: Count) -> AsyncIterator[bytes]:
+async def _file(path: Path, count: Count) -> AsyncGenerator[bytes]:
     with path.open("rb") as file:
         while chunk := await asyncio.to_thread(file.read, CHUNK):
             count(len(chunk))
             yield chunk
 
 
-async def _unzipped(path: Path, name: str, count: Count) -> AsyncIterator[bytes]:
+async def _unzipped(path: Path, name: str, count: Count) -> AsyncGenerator[bytes]:
     unpacked = _unzip(path, count)
     try:
         while (chunk := await asyncio.to_thread(next, unpacked, None)) is not None:
@@ -164,9 +167,11 @@ async def _unzipped(path: Path, name: str, count: Count) -> AsyncIterator[bytes]
             yield chunk
     except (zlib.error, EOFError) as error:
         raise bad(name, f"the gzip file is broken: {error}") from error
+    finally:
+        unpacked.close()
 
 
-def _unzip(path: Path, count: Count) -> Iterator[bytes]:
+def _unzip(path: Path, count: Count) -> Generator[bytes, None, None]:
     """In pieces of at most CHUNK, whatever a packed one grows to."""
     inflate = zlib.decompressobj(wbits=31)
     with path.open("rb") as file:
@@ -196,14 +201,15 @@ async def _restored(path: Path, name: str) -> AsyncIterator[AsyncIterator[bytes]
         env={**os.environ, "LC_ALL": "C"},
     )
     try:
-        yield _output(program, name)
+        async with aclosing(_output(program, name)) as chunks:
+            yield chunks
     finally:
         if program.returncode is None:
             program.kill()
             await program.wait()
 
 
-async def _output(program: asyncio.subprocess.Process, name: str) -> AsyncIterator[bytes]:
+async def _output(program: asyncio.subprocess.Process, name: str) -> AsyncGenerator[bytes]:
     assert program.stdout is not None
     assert program.stderr is not None
     complaints = asyncio.create_task(program.stderr.read())

@@ -5,7 +5,7 @@ Rows pass as the bytes they are. psql's own commands (`\\restrict`, `\\connect`)
 """
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from megamcp.loading.script import bad
@@ -73,7 +73,7 @@ class Rows:
 Piece = Statement | Command | Comment | Rows
 
 
-async def pieces(chunks: AsyncIterator[bytes], name: str) -> AsyncIterator[Piece]:
+async def pieces(chunks: AsyncIterator[bytes], name: str) -> AsyncGenerator[Piece]:
     """The pieces of a script, in order. `name` is told in errors. Raises `Unprocessable` (`invalid_environment`)."""
     text = _Text(chunks, name)
     while await text.skip_space():

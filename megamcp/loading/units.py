@@ -5,7 +5,8 @@ What a dump says that means nothing here is left out and counted. Where somethin
 
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import asyncpg
@@ -52,42 +53,52 @@ class Reading:
     progress: Progress
     left_out: Counter[str] = field(default_factory=Counter)
     done: int = 0
-    now: str = ""
-    """The table whose rows are read, for the progress."""
+    _table: str = ""
 
-    async def units(self) -> AsyncIterator[Unit]:
+    async def units(self) -> AsyncGenerator[Unit]:
         """Raises `Unprocessable` (`invalid_environment`) for a file that isn't SQL."""
-        name, dump = self.script.name, self.script.dump
+        try:
+            async with self.script.stream(self._count) as chunks, aclosing(self._cut(chunks)) as units:
+                async for unit in units:
+                    yield unit
+        except OSError as error:
+            raise bad(self.script.name, str(error), "The gateway must be able to read the file.") from error
+        if self.left_out:
+            told = ", ".join(f"{count} × {what}" for what, count in sorted(self.left_out.items()))
+            self.progress(f"left out of {self.script.name}, since it means nothing here: {told}", 0, 0)
+
+    async def _cut(self, chunks: AsyncIterator[bytes]) -> AsyncGenerator[Unit]:
+        name = self.script.name
+        unit: Unit | None
         batch: list[Sql] = []
         size = 0
-        async with self.script.stream(self._count) as chunks:
-            async for piece in pieces(chunks, name):
-                if isinstance(piece, Comment):
-                    if dump:
-                        dumps.check_comment(piece, name)
-                    continue
-                if isinstance(piece, Command):
-                    dumps.check_command(piece, name)
-                    continue
-                if isinstance(piece, Statement) and (found := inserts.plain(piece.text, self.script.schema)):
-                    batch.append(Sql(self._decode(found, piece.line), piece.line))
-                    size += len(found)
-                    if size < BATCH:
+        async with aclosing(pieces(chunks, name)) as found:
+            async for piece in found:
+                match piece:
+                    case Comment():
+                        if self.script.dump:
+                            dumps.check_comment(piece, name)
                         continue
+                    case Command():
+                        dumps.check_command(piece, name)
+                        continue
+                    case Statement() if insert := inserts.plain(piece.text, self.script.schema):
+                        batch.append(Sql(self._decode(insert, piece.line), piece.line))
+                        size += len(insert)
+                        if size < BATCH:
+                            continue
+                        unit = None
+                    case Statement():
+                        unit = self._statement(piece)
+                    case Rows():
+                        unit = piece
                 if batch:
                     yield Inserts(tuple(batch))
                     batch, size = [], 0
-                    if isinstance(piece, Statement) and found:
-                        continue
-                if isinstance(piece, Rows):
-                    yield piece
-                elif (unit := self._statement(piece)) is not None:
+                if unit is not None:
                     yield unit
             if batch:
                 yield Inserts(tuple(batch))
-        if self.left_out:
-            told = ", ".join(f"{count} × {what}" for what, count in sorted(self.left_out.items()))
-            self.progress(f"left out of {name}, since it means nothing here: {told}", 0, 0)
 
     def _statement(self, piece: Statement) -> Sql | None:
         text = self._decode(piece.text, piece.line)
@@ -118,7 +129,15 @@ class Reading:
 
     def _count(self, size: int) -> None:
         self.done += size
-        self.progress(f"{self.script.name}{self.now}", self.done, max(self.script.size, self.done))
+        self._tell()
+
+    def at(self, table: str) -> None:
+        """Says whose rows are read now."""
+        self._table = f": {table}"
+        self._tell()
+
+    def _tell(self) -> None:
+        self.progress(f"{self.script.name}{self._table}", self.done, max(self.script.size, self.done))
 
 
 def place(error: asyncpg.PostgresError, name: str, unit: Sql | Rows) -> str:

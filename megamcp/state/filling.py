@@ -7,12 +7,13 @@ inserted from there as the environment's role, which checks them.
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import asyncpg
 
 from megamcp.failpoints import failpoint
-from megamcp.loading import Script, copying
+from megamcp.loading import Script, copying, dumps
 from megamcp.loading.script import bad
 from megamcp.loading.split import Rows
 from megamcp.loading.units import Inserts, Progress, Reading, Sql, place
@@ -23,6 +24,7 @@ from megamcp.state.queries import named
 _COLUMNS = named("catalog.sql")["staging"]
 _DEFERRABLE = """select string_agg(format('%I.%I', $1::text, conname), ', ') from pg_constraint
  where connamespace = $1::text::regnamespace and condeferrable"""
+_TABLES = "select count(*) from pg_class where relnamespace = $1::text::regnamespace and relkind in ('r', 'p')"
 _UNCHECKED = "set local check_function_bodies = off;\n"
 
 
@@ -47,25 +49,27 @@ async def run(conn: Any, made: Places, scripts: Sequence[Script], progress: Prog
     for script in scripts:
         before = await _functions(conn, v) if script.dump else {}
         reading = Reading(script, progress)
-        async for unit in reading.units():
-            if isinstance(unit, Sql):
-                prepared = refuse.prepare(unit.text, f"{script.name}, line {unit.line}")
-                problems.extend(prepared.problems)
-                if problems:
+        async with aclosing(reading.units()) as units:
+            async for unit in units:
+                if isinstance(unit, Sql):
+                    prepared = refuse.prepare(unit.text, f"{script.name}, line {unit.line}")
+                    problems.extend(prepared.problems)
+                    if problems:
+                        continue
+                    for statement in prepared.statements:
+                        await _statement(conn, v, Sql(statement, unit.line), script)
+                elif problems:
                     continue
-                for statement in prepared.statements:
-                    await _statement(conn, v, Sql(statement, unit.line), script)
-            elif problems:
-                continue
-            elif isinstance(unit, Inserts):
-                await _inserts(conn, v, unit, script.name)
-            else:
-                to = copying.target(unit.text, script.name, unit.line)
-                reading.now = f": {to.table}"
-                await _rows(conn, made, unit, to, script)
-                reading.now = ""
+                elif isinstance(unit, Inserts):
+                    await _inserts(conn, v, unit, script.name)
+                else:
+                    to = copying.target(unit.text, script.name, unit.line)
+                    reading.at(to.table)
+                    await _rows(conn, made, unit, to, script)
         if script.dump and not problems:
             await _checked(conn, v, before, script.name)
+            if not await conn.fetchval(_TABLES, v):
+                raise dumps.empty(script.name, script.schema)
         await failpoint("load.script")
     if not problems:
         late = await conn.fetchval(_DEFERRABLE, v)

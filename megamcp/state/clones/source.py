@@ -5,13 +5,14 @@ make trusted extensions besides.
 """
 
 from collections.abc import Sequence
+from contextlib import aclosing
 from importlib.resources import files
 
 import asyncpg
 
 from megamcp.errors import MegaMCPError, Unavailable, Unprocessable
 from megamcp.failpoints import failpoint
-from megamcp.loading import Script, copying
+from megamcp.loading import Script, copying, dumps
 from megamcp.loading.split import Rows
 from megamcp.loading.units import Inserts, Progress, Reading, Sql, place
 from megamcp.state.clones import logins
@@ -37,24 +38,30 @@ async def fill(admin: asyncpg.Connection, dsn: str, scripts: Sequence[Script], p
         for script in scripts:
             reading = Reading(script, progress)
             await _perform(connection, Sql("begin" + (_AS_PG_DUMP if script.dump else ""), 0), script.name)
-            async for unit in reading.units():
-                if not connection.is_in_transaction():
-                    await _perform(connection, _BEGIN, script.name)
-                if isinstance(unit, Inserts):
-                    await _insert(connection, unit, script.name)
-                else:
-                    reading.now = f": {_table(unit)}" if isinstance(unit, Rows) else ""
-                    await _perform(connection, unit, script.name)
+            async with aclosing(reading.units()) as units:
+                async for unit in units:
+                    if not connection.is_in_transaction():
+                        await _perform(connection, _BEGIN, script.name)
+                    if isinstance(unit, Inserts):
+                        await _insert(connection, unit, script.name)
+                    else:
+                        if isinstance(unit, Rows):
+                            reading.at(_table(unit))
+                        await _perform(connection, unit, script.name)
             if connection.is_in_transaction():
                 await _perform(connection, _COMMIT, script.name)
+            if script.dump and not await connection.fetchval(_TABLES):
+                raise dumps.empty(script.name, "")
             await failpoint("load.script")
     finally:
         await connection.close()
 
 
+_TABLES = """select count(*) from pg_class c join pg_namespace n on n.oid = c.relnamespace
+ where relkind in ('r', 'p') and nspname !~ '^pg_' and nspname <> 'information_schema'"""
 _BEGIN, _COMMIT = Sql("begin", 0), Sql("commit", 0)
 # What its own settings would say, which are left out.
-_AS_PG_DUMP = "; set local check_function_bodies = off; set local search_path = ''; set local xmloption = content"
+_AS_PG_DUMP = "; set local check_function_bodies = off; set local xmloption = content"
 
 
 def _table(rows: Rows) -> str:
@@ -130,7 +137,7 @@ def builder(name: str) -> str:
 
 
 def _refused(where: str, error: asyncpg.PostgresError) -> MegaMCPError:
-    words = f"{error} ({error.sqlstate})"
+    words = f"{error.args[0]} ({error.sqlstate})"
     if detail := getattr(error, "detail", None):
         words += f" {detail}"
     if isinstance(error, asyncpg.DiskFullError):
