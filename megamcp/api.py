@@ -113,7 +113,7 @@ async def show_environment(
     summary="Load an environment from a folder",
     status_code=201,
     response_model=t.Environment,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses={201: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
 )
 async def load_environment(
     s: S,
@@ -132,7 +132,7 @@ async def load_environment(
 
     if "text/event-stream" in accept:
         stream = watched(load, request.url.path)
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return StreamingResponse(stream, 201, {"Cache-Control": "no-store"}, media_type="text/event-stream")
     return environment_view(await load(None))
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 
 from megamcp.environments import LoadedEnvironment
-from megamcp.errors import MegaMCPError
+from megamcp.errors import MegaMCPError, Unavailable
 from megamcp.loading.units import Progress
 from megamcp.store import translate
 from megamcp.views import encode, environment_view
@@ -63,7 +63,7 @@ def _outcome(task: asyncio.Task[LoadedEnvironment], path: str) -> bytes:
     try:
         return _event("loaded", environment_view(task.result()).model_dump(mode="json"))
     except asyncio.CancelledError:
-        error: MegaMCPError = MegaMCPError("The load was cancelled.", code="cancelled")
+        error: MegaMCPError = Unavailable("The gateway ended the load.", hint="Nothing was loaded. Load it again.")
     except Exception as raised:
         known = translate(raised)
         if known is None:

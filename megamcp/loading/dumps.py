@@ -9,6 +9,7 @@ import re
 
 import postgast
 
+from megamcp.errors import Unprocessable
 from megamcp.loading.script import bad
 from megamcp.loading.split import Command, Comment
 
@@ -67,13 +68,11 @@ def check_comment(comment: Comment, name: str) -> None:
     """Raises `Unprocessable` (`postgres_too_new`) where pg_dump says that it read a newer server."""
     found = _FROM_SERVER.match(comment.text)
     if found and int(found[1]) > NEWEST:
-        error = bad(
-            name,
-            f"the dump is of PostgreSQL {found[1].decode()}; this version knows PostgreSQL up to {NEWEST}",
-            f"Restore it on PostgreSQL {NEWEST} first, or update MegaMCP.",
+        raise Unprocessable(
+            f"{name}: the dump is of PostgreSQL {found[1].decode()}; this version knows PostgreSQL up to {NEWEST}",
+            code="postgres_too_new",
+            hint=f"Restore it on PostgreSQL {NEWEST} first, or update MegaMCP.",
         )
-        error.code = "postgres_too_new"
-        raise error
 
 
 def check_command(command: Command, name: str) -> None:

@@ -114,7 +114,7 @@ async def _look(wanted: Wanted) -> list[_Relation]:
             too = "old" if number < _OLDEST else "new"
             raise Unprocessable(
                 f"That server is PostgreSQL {version}: too {too} to be read (9.2 to {NEWEST}).",
-                code=f"postgres_too_{too}",
+                code="postgres_too_old" if number < _OLDEST else "postgres_too_new",
                 hint="Load a dump that was restored on a version between.",
             )
         if wanted.schema is not None:
