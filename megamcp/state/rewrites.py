@@ -357,12 +357,13 @@ def _same_key(key: _Key, alias: str) -> tuple[str, str]:
             else equal
         )
     if key.predicate:
-        conditions += [f"({_qualified(key.predicate, one)})" for one in (alias, "excluded")]
+        conditions += [_qualified(key.predicate, one) for one in (alias, "excluded")]
     hit = f"({ident(alias)}.*)::text" if key.nulls_equal else _qualified(key.items[0], alias)
     return f"{hit} is distinct from null", " and ".join(conditions)
 
 
 def _qualified(text: str, alias: str) -> str:
+    """The expression with its columns as the alias's, in parentheses."""
     tree = postgast.parse(f"select {text}")
     for reference in postgast.find_nodes(tree, pb.ColumnRef):
         column = pb.Node()
@@ -370,7 +371,7 @@ def _qualified(text: str, alias: str) -> str:
         del reference.fields[:]
         reference.fields.add().string.sval = alias
         reference.fields.add().CopyFrom(column)
-    return _expression(tree.stmts[0].stmt.select_stmt.target_list[0].res_target.val)
+    return f"({_expression(tree.stmts[0].stmt.select_stmt.target_list[0].res_target.val)})"
 
 
 def _returning(insert: pb.InsertStmt, table: _Table, alias: str) -> str:

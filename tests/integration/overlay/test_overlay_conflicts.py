@@ -116,3 +116,18 @@ def test_do_nothing_leaves_out_rows_that_meet_another(compare: Callable[..., Non
 @pytest.mark.support("INSERT … ON CONFLICT DO UPDATE: excluded, WHERE, RETURNING, 21000 for a row met twice", "exact")
 def test_do_update_changes_the_row_that_was_met(compare: Callable[..., None]) -> None:
     compare(DDL, TABLES, SEEDS, UPDATES)
+
+
+def test_a_key_over_an_operator_is_met(compare: Callable[..., None]) -> None:
+    """Found by the random search: the operator of the key bound less than the comparison of keys."""
+    compare(
+        "create table t (a jsonb, b int); create unique index k on t ((a -> 'x'));"
+        " create unique index l on t (b, (b + 1)) where b > 0 or b is null;",
+        ["t"],
+        ["""insert into t values ('{"x": 1}', 1)"""],
+        [
+            """insert into t values ('{"x": 1}', 2) on conflict ((a -> 'x')) do update set b = 5 returning b""",
+            "insert into t values ('{}', 2) on conflict ((b + 1), b) where b > 0 or b is null do update set b = 3",
+            "insert into t values ('{}', 3) on conflict (b, (b + 1)) where b > 0 do update set b = 4 returning *",
+        ],
+    )
