@@ -7,6 +7,8 @@ after another; rates are of 32 at once. Two databases with a gateway each: one w
 is the first of its trajectory, and one with 100,000 (`--quick`: 1,000), whose checkpoint is the hundredth. They are
 measured in turns, so that the ratio between them isn't the machine's mood. The long chain is squashed by the gateway,
 as always.
+
+`idle_rollout_many_bytes` is what the tables and indexes of the database grew by for each of those forks.
 """
 
 import argparse
@@ -34,6 +36,8 @@ from megamcp.store import Store
 FEW = 10
 TURNS = 100
 WORKERS = 32
+SIZE = """select sum(pg_total_relation_size(c.oid)) from pg_class c join pg_namespace n on n.oid = c.relnamespace
+    where c.relkind = 'r' and (n.nspname = 'megamcp' or n.nspname like 's\\_%')"""
 Fork = Callable[[], Awaitable[None]]
 
 
@@ -65,7 +69,9 @@ def percentile(values: list[float], share: float) -> float:
 
 
 @asynccontextmanager
-async def population(server: str, label: str, size: int, turns: int) -> AsyncIterator[dict[str, Fork]]:
+async def population(
+    server: str, label: str, size: int, turns: int, figures: dict[str, float]
+) -> AsyncIterator[dict[str, Fork]]:
     """A database with a gateway, that many rollouts, and the two ways to fork the last of that many checkpoints."""
     dsn = await create_database(server, f"bench_fork_{label}")
     settings = Settings(database_url=SecretStr(dsn), max_rollouts=10**9)
@@ -82,7 +88,9 @@ async def population(server: str, label: str, size: int, turns: int) -> AsyncIte
         say(f"{label}: {turns} checkpoints, {size} rollouts")
         touch = "update customers set phone = phone where id = (select min(id) + {} from customers)"
         points = await crowd.trajectory(root, turns, lambda turn: [touch.format(turn % 20)])
+        before = await store.value(SIZE)
         await crowd.fork(points, size)
+        figures[f"idle_rollout_{label}_bytes"] = float(await store.value(SIZE) - before) / size
         await crowd.settled()
         await store.value("vacuum analyze megamcp.rollouts")
         await store.value("vacuum analyze megamcp.events")
@@ -106,9 +114,10 @@ async def measure(quick: bool) -> dict[str, float]:
         Path(folder).chmod(0o755)
         async with (
             EmbeddedPostgres(Path(folder) / "pg") as postgres,
-            population(postgres.dsn, "few", FEW, 1) as few_forks,
-            population(postgres.dsn, "many", many, TURNS) as many_forks,
+            population(postgres.dsn, "few", FEW, 1, figures) as few_forks,
+            population(postgres.dsn, "many", many, TURNS, figures) as many_forks,
         ):
+            del figures["idle_rollout_few_bytes"]  # of ten, it tells of pages
             samples: dict[str, list[float]] = {}
             for turn in range(3):
                 say(f"turn {turn + 1}")
@@ -141,6 +150,7 @@ def main() -> None:
         Target("below_many_rate_per_s", ">=", 2000),
         Target("rest_slowdown", "<=", 1.3),
         Target("below_slowdown", "<=", 1.3),
+        Target("idle_rollout_many_bytes", "<=", 1024),
     ]
     report("fork", figures, targets, live_rollouts=1000 if quick else 100_000, checkpoints=TURNS)
 

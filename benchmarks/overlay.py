@@ -115,7 +115,7 @@ class Measurement:
         """The argument of run `number`, if the statement has one; 100 items share a `sku`."""
         if "$1" not in self.sql:
             return ()
-        if self.name == "update_50000":
+        if self.name in MANY_ROWS:
             return (1,)  # where the rollout's own rows are, and the others'
         return (1 + number % (rows // 100 if "sku = $1" in self.sql else rows - 200),)
 
@@ -152,13 +152,29 @@ WRITES = (
         3,
     ),
     Measurement("delete_row", "delete from items where id = $1", 3),
+    Measurement("update_50000", "update orders set total = total + 1 where id between $1 and $1 + 49999", 5, 1),
+)
+BULK = (
     Measurement(
-        "update_50000",
-        "update orders set total = total + 1 where id between $1 and $1 + 49999",
+        "insert_50000",
+        "insert into items (id, ord, sku, quantity) select n, $1, 5, 1 from generate_series(10000000, 10049999) n",
+        5,
+        1,
+    ),
+    Measurement(
+        "update_50000_unique",
+        "update customers set email = email || '.eu' where id between $1 and $1 + 49999",
+        5,
+        1,
+    ),
+    Measurement(
+        "update_50000_foreign_key",
+        "update orders set customer = customer % 1000 + 1 where id between $1 and $1 + 49999",
         5,
         1,
     ),
 )
+MANY_ROWS = ("update_50000", *(measurement.name for measurement in BULK))
 AGAIN = 25  # rows a layer
 PLANNED = (
     Measurement(
@@ -185,7 +201,7 @@ class Side:
         self._statements: dict[str, Any] = {}
 
     async def prepare(self) -> None:
-        for measurement in (*READS, *PLANNED, *WRITES):
+        for measurement in (*READS, *PLANNED, *WRITES, *BULK):
             self._statements[measurement.name] = await self.conn.prepare(measurement.sql)
 
     async def run(self, measurement: Measurement, number: int) -> float:
@@ -330,7 +346,8 @@ async def compare(plain: Side, overlay: Overlay, measurement: Measurement, round
 
 def rounds_of(measurement: Measurement, size: Size) -> int:
     return min(
-        {"aggregate": 9, "update_50000": max(2, size.rounds // 5)}.get(measurement.name, size.rounds), size.rounds
+        {"aggregate": 9, **dict.fromkeys(MANY_ROWS, max(2, size.rounds // 5))}.get(measurement.name, size.rounds),
+        size.rounds,
     )
 
 
@@ -378,6 +395,7 @@ class Bench:
             await settle(self.admin, self.state)
             say(f"chain depth {depth}")
             await self.measure((*READS, *PLANNED, *WRITES), f"depth_{depth}")
+        await self.measure(BULK, f"depth_{DEPTHS[-1]}")
         filled, self.overlay.chain = self.overlay.chain, ()
         await _deepen(self.admin, self.overlay, DEPTHS[-1], AGAIN)
         await settle(self.admin, self.state)

@@ -10,17 +10,18 @@ from typing import Any
 
 from megamcp.state.catalog import Table
 from megamcp.state.names import hidden, ident
-from megamcp.state.tables import base, delta, parent
+from megamcp.state.tables import delta, parent
 
 TELLING = 1000
 """Rows of a base whose values say something about those to come."""
 
 
 async def settle(conn: Any, state: str, table: Table) -> None:
-    """Analyzes the loaded table; the base's numbers go to the delta."""
-    await conn.execute(f"analyze {base(state, table.name)}")
+    """Analyzes the loaded table; a base's numbers go to its delta."""
+    d = delta(state, table.name)
     once = {key.columns[0] for key in table.keys if len(key.columns) == 1 and key.plain}
     once |= {table.row.name} if table.row else set()
+    await conn.execute(_told(d, dict.fromkeys(once, -1.0)) + f"analyze {parent(state, table.name)}")
     rows = await conn.fetch(
         "select s.attname::text as name,"
         " case when s.n_distinct < 0 then -s.n_distinct * c.reltuples else s.n_distinct end as distinct"
@@ -30,10 +31,12 @@ async def settle(conn: Any, state: str, table: Table) -> None:
         state,
         hidden(table.name, "base"),
         TELLING,
-        list(table.names),
+        [name for name in table.names if name not in once],
     )
-    told = {row["name"]: max(1.0, row["distinct"]) for row in rows} | dict.fromkeys(once, -1)
-    changes = ", ".join(f"alter {ident(name)} set (n_distinct = {value:g})" for name, value in told.items())
-    if changes:
-        await conn.execute(f"alter table {delta(state, table.name)} {changes}")
-    await conn.execute(f"analyze {parent(state, table.name)}")
+    if rows:
+        await conn.execute(_told(d, {row["name"]: max(1.0, row["distinct"]) for row in rows}) + f"analyze {d}")
+
+
+def _told(table: str, distinct: dict[str, float]) -> str:
+    changes = ", ".join(f"alter {ident(name)} set (n_distinct = {value:g})" for name, value in distinct.items())
+    return f"alter table {table} {changes};" if changes else ""

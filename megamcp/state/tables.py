@@ -19,6 +19,11 @@ from megamcp.state.names import DELETED, LAYER, OVER, ROW, STAMP, hidden, ident,
 
 CHAIN = "(select megamcp.chain_with_base())::bigint[]"
 WRITTEN = "(select megamcp.chain())::bigint[]"  # without base: what a delta may hold
+# A delta is a queue of layers: they come at its end and go in batches, everywhere. So vacuum comes after a twentieth,
+# also of rows that were only added (index-only scans want pages known to be visible); with five times the usual budget,
+# which keeps up with a batch of dead rows a second; and it never truncates, for that locks readers out of the table.
+VACUUM = """autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_insert_scale_factor = 0.05,
+  autovacuum_analyze_scale_factor = 0.05, autovacuum_vacuum_cost_limit = 1000, vacuum_truncate = off"""
 BALLAST = 4_000
 ROWS_PER_LAYER = 400  # as the planner is told; megamcp.dear() is priced by it
 
@@ -64,8 +69,7 @@ create table {p} (
 create table {b} partition of {p} for values in (0);
 insert into {b} ({names}, {LAYER}{row[1]}) select {names}, 0{row[2]} from {ident(visible)}.{ident(table.name)};
 alter table {p} add {STAMP} bigint not null default 0, add {OVER} bigint not null default -1;
-create table {d} partition of {p} default with (fillfactor = 90, autovacuum_analyze_scale_factor = 0.05,
-  autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_insert_scale_factor = 0.05);
+create table {d} partition of {p} default with (fillfactor = 90, {VACUUM});
 alter table {d} alter {LAYER} set (n_distinct = {-1 / ROWS_PER_LAYER});
 """
 
