@@ -20,6 +20,7 @@ from megamcp import layers, state
 from megamcp import store as sql
 from megamcp.environments import Environments
 from megamcp.errors import MegaMCPError
+from megamcp.failpoints import failpoint
 from megamcp.rollouts import Rollouts
 from megamcp.settings import Settings
 from megamcp.store import Store
@@ -120,7 +121,9 @@ class Reaper:
             if not await _alone(connection, "layers"):
                 return 0
             ids = [row["id"] for row in await connection.fetch(layers.LOCK_RELEASED, BATCH)]
-            return int(await connection.fetchval(layers.VOID, ids)) if ids else 0
+            done = int(await connection.fetchval(layers.VOID, ids)) if ids else 0
+            await failpoint("layers.void")
+            return done
 
     async def _mark_dead(self) -> int:
         async with self._store.transaction() as connection:
@@ -129,7 +132,9 @@ class Reaper:
             horizon = await connection.fetchval(layers.HORIZON)
             await connection.execute(layers.NOTE_UNUSED)
             await connection.execute(layers.FORGET_REPLACED, horizon)
-            return int(await connection.fetchval(layers.MARK_DEAD))
+            done = int(await connection.fetchval(layers.MARK_DEAD))
+            await failpoint("layers.marked")
+            return done
 
     async def _drop_leaves(self) -> int:
         async with self._store.transaction() as connection:
@@ -152,6 +157,7 @@ class Reaper:
                     room -= await state.discard(connection, schema, numbers, room)
                 if room <= 0:
                     break
+                await failpoint("layers.discarded")
                 await connection.execute(layers.FORGET_LAYERS, numbers)
             return sum(map(len, dead.values()))
 

@@ -19,6 +19,7 @@ import asyncpg
 from megamcp import layers as sql
 from megamcp.environments import Environments, LoadedEnvironment
 from megamcp.errors import MegaMCPError
+from megamcp.failpoints import failpoint
 from megamcp.settings import Settings
 from megamcp.state import squash
 from megamcp.store import Store
@@ -90,9 +91,11 @@ class Squasher:
                 return False
             for state in states:
                 await squash.build(connection, state, chain[first:], into)
+            await failpoint("squash.built")
             swapped = await connection.fetchval(sql.SWAP, checkpoint, chain, [*chain[:first], into])
             if swapped is None:
                 raise _GivenUpError  # takes the rows back
+            await failpoint("squash.swapped")
         log.debug("squashed %d layers of %s into one", len(chain) - first, checkpoint)
         return True
 
@@ -105,6 +108,7 @@ class Squasher:
                     environment = await self._environments.by_id(row["environment"], connection)
                     tried = await connection.fetch(sql.TRY_ROLLOUTS, row["checkpoint"], row["layers"], after, ROLLOUTS)
                     moved += await _move_some(connection, environment, row, [r["id"] for r in tried if r["free"]])
+                    await failpoint("squash.moved")
                 if len(tried) < ROLLOUTS:
                     break
                 after = tried[-1]["id"]

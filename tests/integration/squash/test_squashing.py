@@ -1,6 +1,7 @@
 """What squashing and sweeping do, and what they leave alone: calls in flight, other rollouts, readers."""
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncIterator
 
@@ -8,6 +9,7 @@ import asyncpg
 import pytest
 import pytest_asyncio
 
+from megamcp import failpoints
 from megamcp.errors import Gone
 from megamcp.testing import running_gateway
 from tests.integration.conftest import copy_of
@@ -167,6 +169,52 @@ async def test_a_squash_that_dies_leaves_nothing(world: World) -> None:
     await squash(world)
     assert len(await world.chain(rollout)) <= MOST
     assert await world.call(rollout, "items") == held
+
+
+@pytest.mark.parametrize("place", ["squash.built", "squash.swapped", "squash.moved"])
+async def test_a_squash_that_fails_anywhere_is_done_by_the_next_round(
+    world: World, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = await world.one()
+    points = await trajectory(world, rollout, 8)
+    await world.call(rollout, "put", key="k0", value="dirty")
+    monkeypatch.setenv(failpoints.VARIABLE, f"{place}=error")
+    with pytest.raises(failpoints.FailpointError):
+        await squash(world)
+    monkeypatch.delenv(failpoints.VARIABLE)
+    assert (await world.call(rollout, "items"))["k0"] == "dirty"
+    await squash(world)
+    assert len(await world.chain(rollout)) <= MOST
+    assert (await world.call(rollout, "items"))["k7"] == "7"
+    (fork,) = await world.fork(points[-1]["id"])
+    assert await world.digest(fork) == points[-1]["digest"]
+
+
+@pytest.mark.parametrize("place", ["layers.void", "layers.marked", "layers.discarded"])
+async def test_a_sweep_that_fails_anywhere_is_done_by_the_next_round(
+    world: World, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await sweep(world)
+    before = await layers_with_rows(world)
+    rollout = await world.one()
+    points = await trajectory(world, rollout, 8)
+    await squash(world)
+    for point in points[:-1]:
+        await world.services.rollouts.release_checkpoint(point["id"])
+    for _ in range(3):
+        monkeypatch.setenv(failpoints.VARIABLE, f"{place}=error")
+        with contextlib.suppress(failpoints.FailpointError):
+            await world.services.reaper.once()
+        monkeypatch.delenv(failpoints.VARIABLE)
+        assert await world.digest(rollout) == points[-1]["digest"]
+        assert (await world.call(rollout, "items"))["k7"] == "7"
+    await sweep(world)
+    left = await layers_with_rows(world) - before
+    assert left <= {*await world.chain(rollout), *await heads(world, rollout)}
+
+
+async def heads(world: World, rollout: str) -> list[int]:
+    return [row["layer"] for row in await world.execute("select layer from megamcp.rollouts where id = $1", rollout)]
 
 
 async def test_a_checkpoint_given_up_during_its_squash_stays_given_up(world: World) -> None:
