@@ -62,7 +62,9 @@ class Cluster:
         async with self._one_at_a_time() as connection:
             self._folder = await fitness.examine(connection, self.name)
             await fitness.close_others(connection, self.name, PREFIX)
-            self.reflink = await fitness.shares_blocks(connection, self.name)
+            self.reflink = await fitness.shares_blocks(
+                connection, self.name, Path(self._folder) if self._access.is_local else None
+            )
         if not self.reflink:
             log.warning(
                 "state cluster %s: its file system can't share blocks between files (reflink), so every clone is a full"

@@ -4,13 +4,15 @@ Looks at the version, the login's rights and the file system; makes the roles th
 databases to rollouts' logins.
 """
 
+import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 import asyncpg
 
 from megamcp.errors import Unprocessable
-from megamcp.state.clones import logins
+from megamcp.state.clones import disk, logins
 from megamcp.state.names import ident
 
 log = logging.getLogger(__name__)
@@ -67,15 +69,26 @@ async def close_others(connection: Any, cluster: str, prefix: str) -> None:
             await connection.execute(f"grant connect on database {ident(row['datname'])} to {ident(role['rolname'])}")
 
 
-async def shares_blocks(connection: Any, cluster: str) -> bool:
-    """Whether a copy can share its blocks here (reflink): one is made. Wants the lock for cloning."""
+async def shares_blocks(connection: Any, cluster: str, folder: Path | None) -> bool:
+    """Whether a copy shares its blocks here (reflink): one is made. Wants the lock for cloning.
+
+    PostgreSQL's clone copy works on any file system of Linux, and where it can't share it copies in full without a
+    word. So the copy's files are looked at; on a server whose files aren't at hand (`folder` None) nobody can tell.
+    """
+    if folder is None:
+        log.warning("state cluster %s is not on this machine: whether copies share blocks can't be told", cluster)
+        return False
     await connection.execute(f"drop database if exists {PROBE}")
     try:
         await connection.execute("set file_copy_method = clone")
         await connection.execute(
             f"create database {PROBE} template template0 strategy file_copy allow_connections false"
         )
-        return True
+        row = await connection.fetchrow(
+            "select oid, pg_database_size(oid) as size from pg_database where datname = $1", PROBE
+        )
+        own = await asyncio.to_thread(disk.own_bytes, folder / "base" / str(row["oid"]))
+        return own is not None and own < row["size"] / 2
     except asyncpg.PostgresError as error:
         log.info("state cluster %s: no clone copy: %s", cluster, error)
         return False
