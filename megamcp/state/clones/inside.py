@@ -35,6 +35,8 @@ _END_SESSIONS = """select pg_terminate_backend(a.pid, 2000) from pg_stat_get_act
    join pg_database d on d.oid = a.datid join pg_authid u on u.oid = a.usesysid
   where d.datname = current_database() and not u.rolsuper and u.rolname <> current_database() || '_hand'
     and exists (select from pg_class where relpersistence = 't')"""
+_PLAN = """select p.* from megamcp.marks m, lateral megamcp.plan(megamcp.spans($1, m.segment, m.position)) p
+ where m.position = $2"""
 _PATH_CALLS = """select c.id, nonce, rollout, server, epoch, mode, tool, arguments, outcome, result, is_error,
     idempotency_key, fingerprint, began, ended
   from megamcp.calls c, megamcp.marks m
@@ -77,11 +79,7 @@ class Inside:
 
     async def position(self) -> int:
         """The end of the log: no position in it is above."""
-        return int(
-            await self.connection.fetchval(
-                "select greatest((select max(id) from megamcp.log), (select max(position) from megamcp.marks))"
-            )
-        )
+        return int(await self.connection.fetchval("select megamcp.head()"))
 
     async def origin_sum(self) -> int:
         """The digest of what the source holds, which is position 0."""
@@ -115,7 +113,7 @@ class Inside:
             "select exists (select from megamcp.log where id > $1 and id <= $2 and barrier is not null)", after, upto
         ):
             raise Conflict(f"What happened after {after} can't be redone row by row.", code="not_reachable")
-        plan = await source.connection.fetch("select * from megamcp.plan($1, $2)", after, upto)
+        plan = await source.connection.fetch(_PLAN, after, upto)
         target = await source.connection.fetchrow(
             "select sequences::text, sum from megamcp.marks where position = $1", upto
         )
@@ -143,7 +141,7 @@ class Inside:
         first, last = min(a, b), max(a, b)
         if not await self.reachable(first):
             return None
-        plan = await self.connection.fetch("select * from megamcp.plan($1, $2)", first, last)
+        plan = await self.connection.fetch(_PLAN, first, last)
         if not plan:
             return {}
         async with self._hand() as hand, hand.transaction(readonly=True):

@@ -156,7 +156,7 @@ async def test_writes_run_one_after_another(bank: Database, pool: Pool) -> None:
 async def test_a_call_that_waits_too_long_is_refused(bank: Database, pool: Pool) -> None:
     async with bank.hold():
         with pytest.raises(CallRefused) as refused:
-            await run_recorded(pool, call(bank.handle(seconds=0.1)), add(1))
+            await run_recorded(pool, call(bank.handle(seconds=1)), add(1))
     assert refused.value.code == "deadline_exceeded"
 
 

@@ -12,6 +12,8 @@ from megamcp.state.clones import Cluster
 from tests.integration.clones.conftest import KEYS, Database, World
 
 DDL = "create table t (id int primary key, x int); create table other (id int generated always as identity, x int)"
+READ = """select count(*) from megamcp.log l, unnest(megamcp.way_back($1)) r (span)
+    where l.id >= lower(r.span) and l.id < upper(r.span)"""
 SEED = "insert into t select n, n from generate_series(1, 20) n"
 
 
@@ -80,6 +82,20 @@ async def test_a_rewind_ends_sessions_that_hold_temporary_tables(world: World) -
     again = await db.connect()
     assert await again.fetchval("select to_regclass('pg_temp.scratch')") is None
     await again.close()
+
+
+async def test_a_rewind_does_not_read_again_what_was_undone_before(world: World) -> None:
+    db = await world.start(DDL, SEED)
+    mark = await db.mark()
+    for _ in range(3):
+        await db.user.execute("update t set x = x + 1")
+        await db.rewind(mark.position)
+        async with db.hold() as inside:
+            assert await inside.connection.fetchval(READ, mark.position) == 0
+            assert (await inside.mark()).digest == mark.digest
+    await db.user.execute("update t set x = x + 1")
+    async with db.hold() as inside:
+        assert await inside.connection.fetchval(READ, mark.position) == 1
 
 
 async def test_large_changes_come_back(world: World) -> None:

@@ -32,7 +32,7 @@ DENIED = [
     "select megamcp.mark()",
     "select megamcp.rewind(0)",
     "select megamcp.leap(0)",
-    "select megamcp.plan(0, 9)",
+    "select megamcp.plan('{[0,9]}')",
     "select megamcp.restore_sequences(0)",
     "select megamcp.open_handle('x')",
     "select megamcp.end_call(gen_random_uuid())",

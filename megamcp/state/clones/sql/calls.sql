@@ -15,10 +15,13 @@ create type megamcp.handle as (
 
 create table megamcp.keys (name text primary key, inner_pad bytea not null, outer_pad bytea not null);
 
+-- A stretch of the log from one rewind to the next. Those that the present state stands on are its path.
 create table megamcp.segments (
     id bigint generated always as identity primary key,
     parent bigint references megamcp.segments,
-    call bigint not null                -- the last one of the parent that is on the path
+    origin bigint,                      -- the parent's mark that was come back to
+    call bigint not null,               -- the last one of the parent that is on the path
+    start bigint                        -- position at which the state was the origin's; null while it is being put back
 );
 
 -- Whose database this is: one row. Nobody's (a source, a sealed copy): rollout is null.
@@ -29,7 +32,7 @@ create table megamcp.here (
     epoch integer,
     segment bigint not null references megamcp.segments
 );
-with first as (insert into megamcp.segments (call) values (0) returning id)
+with first as (insert into megamcp.segments (call, start) values (0, 0) returning id)
 insert into megamcp.here (segment) select id from first;
 
 create table megamcp.calls (

@@ -1,14 +1,45 @@
 -- Marks, sums and the way back. Everything here runs under the database's lock.
 
--- Rows added minus rows removed in (after, upto], row by row: n copies of an image more (n > 0) or less.
-create function megamcp.net(after bigint, upto bigint) returns table (relation oid, image text, n bigint)
+-- The parts (after, upto] of the log that make the state at `after` the one at `upto`, which is in a segment. What was
+-- undone in between is left out where `after` is on the path of `upto`; else it is all that happened from the one to the other.
+create function megamcp.spans(after bigint, segment bigint, upto bigint) returns int8multirange
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
+declare
+    at bigint := segment;
+    top bigint := upto;
+    found_spans int8multirange := '{}';
+    s megamcp.segments;
+begin
+    loop
+        select x.* into s from megamcp.segments x where x.id = at;
+        exit when s.id is null or after > top;
+        if after >= s.start then
+            return found_spans + int8multirange(int8range(after, top, '(]'));
+        end if;
+        found_spans := found_spans + int8multirange(int8range(s.start, top, '(]'));
+        top := s.origin;
+        at := s.parent;
+    end loop;
+    return int8multirange(int8range(after, upto, '(]'));
+end $$;
+
+-- The end of the log: no position that was used is above.
+create function megamcp.head() returns bigint
+language sql stable security definer set search_path = pg_catalog, pg_temp as $$
+    select greatest((select max(l.id) from megamcp.log l), (select max(m.position) from megamcp.marks m),
+                    (select s.start from megamcp.segments s order by s.id desc limit 1))
+$$;
+
+-- Rows added minus rows removed in parts of the log, row by row: n copies of an image more (n > 0) or less.
+create function megamcp.net(spans int8multirange) returns table (relation oid, image text, n bigint)
 language sql stable security definer set search_path = pg_catalog, pg_temp as $$
     select x.relation, x.image, sum(x.n)::bigint
-      from (select l.relation, i.image, 1 as n from megamcp.log l, unnest(l.added) i (image)
-             where l.id > net.after and l.id <= net.upto
-            union all
-            select l.relation, i.image, -1 from megamcp.log l, unnest(l.removed) i (image)
-             where l.id > net.after and l.id <= net.upto) x
+      from unnest(net.spans) r (span)
+      join megamcp.log l on l.id >= lower(r.span) and l.id < upper(r.span),
+           lateral (select a.image, 1 as n from unnest(l.added) a (image)
+                    union all
+                    select a.image, -1 from unnest(l.removed) a (image)) i,
+           lateral (select l.relation, i.image, i.n) x
      group by x.relation, x.image
     having sum(x.n) <> 0
 $$;
@@ -84,6 +115,7 @@ create function megamcp.mark(out "position" bigint, out written boolean, out exa
 language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
 declare
     last megamcp.marks;
+    since record;
     sequences jsonb := megamcp.sequence_values();
     here bigint := (select h.segment from megamcp.here h);
 begin
@@ -97,8 +129,14 @@ begin
         return;
     end if;
     position := nextval(pg_get_serial_sequence('megamcp.log', 'id'));
-    if exact and last.sum is not null then
-        sum := megamcp.modulo(last.sum + megamcp.net_sum(last.position, position));
+    if here <> last.segment then    -- come back to an older mark since
+        select m.sum, s.start into since from megamcp.segments s join megamcp.marks m on m.position = s.origin
+         where s.id = here;
+    else
+        select last.sum as sum, last.position as start into since;
+    end if;
+    if since.sum is not null and not exists (select from megamcp.log l where l.id > since.start and l.barrier is not null) then
+        sum := megamcp.modulo(since.sum + megamcp.net_sum(since.start, position));
     end if;
     insert into megamcp.marks (position, previous, segment, call, sequences, sum)
     values (position, last.position, here, call, sequences, sum);
@@ -218,13 +256,13 @@ begin
     end if;
 end $$;
 
--- The net rows by relation: `less` are there less often at `upto` than at `after`, `more` more often.
-create function megamcp.plan(after bigint, upto bigint, out relation oid, out less text[], out more text[])
+-- The net rows by relation: `less` are there less often at the end than at the beginning, `more` more often.
+create function megamcp.plan(spans int8multirange, out relation oid, out less text[], out more text[])
 returns setof record language sql stable security definer set search_path = pg_catalog, pg_temp as $$
     select n.relation,
            array_agg(n.image) filter (where n.n < 0),
            array_agg(n.image) filter (where n.n > 0)
-      from (select x.relation, x.image, x.n from megamcp.net(plan.after, plan.upto) x, generate_series(1, abs(x.n))) n
+      from (select x.relation, x.image, x.n from megamcp.net(plan.spans) x, generate_series(1, abs(x.n))) n
      group by n.relation order by n.relation
 $$;
 
@@ -234,28 +272,44 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 declare
     next bigint;
 begin
-    insert into megamcp.segments (parent, call) select m.segment, m.call from megamcp.marks m where m.position = mark
+    insert into megamcp.segments (parent, origin, call)
+    select m.segment, m.position, m.call from megamcp.marks m where m.position = mark
     returning id into next;
     update megamcp.here set segment = next;
 end $$;
+
+-- How to get to a mark from here.
+create function megamcp.way_back(mark bigint) returns int8multirange
+language sql stable security definer set search_path = pg_catalog, pg_temp as
+    $$ select megamcp.spans(mark, h.segment, megamcp.head()) from megamcp.here h $$;
+
+-- The state is the origin's from here on.
+create function megamcp.land() returns void
+language sql volatile security definer set search_path = pg_catalog, pg_temp as $$
+    update megamcp.segments s set start = nextval(pg_get_serial_sequence('megamcp.log', 'id'))
+      from megamcp.here h where s.id = h.segment
+$$;
 
 -- Back to a mark, by appending: the hand's changes are logged like all others. Sequences follow after its commit.
 create function megamcp.rewind(mark bigint) returns void
 language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
 declare
     p record;
+    back int8multirange := megamcp.way_back(mark);
+    head bigint := megamcp.head();
 begin
     if not megamcp.reachable(mark) then
         raise exception using errcode = 'MM410', message = 'position is not reachable';
     end if;
     perform megamcp.leap(mark);
-    for p in select * from megamcp.plan(mark, 9223372036854775807) loop
+    for p in select * from megamcp.plan(back) loop
         perform megamcp.apply(p.relation, p.more, p.less);
     end loop;
-    if exists (select from megamcp.net(mark, 9223372036854775807)) then
+    if exists (select from megamcp.net(back + int8multirange(int8range(head, 9223372036854775806, '(]')))) then
         raise exception using errcode = 'MM500', message = 'the rows could not be put back exactly',
             hint = 'A trigger or rule that is ENABLE ALWAYS or REPLICA may have changed them.';
     end if;
+    perform megamcp.land();
 end $$;
 
 create function megamcp.end_call(nonce uuid) returns boolean
