@@ -101,7 +101,7 @@ class Inside:
             async with self._hand() as hand, hand.transaction():
                 await _exactly(hand.execute("select megamcp.rewind($1)", position))
         else:
-            await self.connection.execute("select megamcp.leap($1)", position)
+            await self.connection.execute("select megamcp.leap($1, true)", position)
         await self.connection.execute("select megamcp.restore_sequences($1)", position)
 
     async def redo(self, source: "Inside", after: int, upto: int) -> None:

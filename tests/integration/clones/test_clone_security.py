@@ -31,7 +31,7 @@ DENIED = [
     "insert into megamcp.open_calls (nonce) values (gen_random_uuid())",
     "select megamcp.mark()",
     "select megamcp.rewind(0)",
-    "select megamcp.leap(0)",
+    "select megamcp.leap(0, true)",
     "select megamcp.plan('{[0,9]}')",
     "select megamcp.restore_sequences(0)",
     "select megamcp.open_handle('x')",

@@ -12,7 +12,7 @@ declare
 begin
     loop
         select x.* into s from megamcp.segments x where x.id = at;
-        exit when s.id is null or after > top;
+        exit when s.start is null or after > top;
         if after >= s.start then
             return found_spans + int8multirange(int8range(after, top, '(]'));
         end if;
@@ -267,13 +267,15 @@ returns setof record language sql stable security definer set search_path = pg_c
 $$;
 
 -- A new segment of the path of calls that starts at a mark: what came after it is off the path.
-create function megamcp.leap(mark bigint) returns void
+-- `landed`: the state is the mark's already.
+create function megamcp.leap(mark bigint, landed boolean) returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
     next bigint;
 begin
-    insert into megamcp.segments (parent, origin, call)
-    select m.segment, m.position, m.call from megamcp.marks m where m.position = mark
+    insert into megamcp.segments (parent, origin, call, start)
+    select m.segment, m.position, m.call, case when landed then nextval(pg_get_serial_sequence('megamcp.log', 'id')) end
+      from megamcp.marks m where m.position = mark
     returning id into next;
     update megamcp.here set segment = next;
 end $$;
@@ -301,7 +303,7 @@ begin
     if not megamcp.reachable(mark) then
         raise exception using errcode = 'MM410', message = 'position is not reachable';
     end if;
-    perform megamcp.leap(mark);
+    perform megamcp.leap(mark, false);
     for p in select * from megamcp.plan(back) loop
         perform megamcp.apply(p.relation, p.more, p.less);
     end loop;

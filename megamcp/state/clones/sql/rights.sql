@@ -86,6 +86,6 @@ end $do$;
 
 revoke all on pg_catalog.pg_largeobject_metadata from public;
 grant execute on function megamcp.rewind(bigint), megamcp.apply(oid, text[], text[]), megamcp.rows_of(text[], anyelement),
-    megamcp.plan(int8multirange), megamcp.net(int8multirange), megamcp.leap(bigint), megamcp.reachable(bigint),
+    megamcp.plan(int8multirange), megamcp.net(int8multirange), megamcp.leap(bigint, boolean), megamcp.reachable(bigint),
     megamcp.way_back(bigint), megamcp.head(), megamcp.land(),
     megamcp.row_key(oid), megamcp.key_columns(oid), megamcp.same_key(oid, text, text), megamcp.image(oid, text) to mm_hands;
