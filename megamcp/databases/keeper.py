@@ -72,7 +72,9 @@ class Keeper:
         for row in await self._store.rows(sql.OPEN_LEFTOVERS, BATCH):
             if cluster := self._cluster(row["cluster"]):
                 await self._databases.retire(cluster, row["name"])
-                sealed += 1
+            else:  # its cluster is gone, and it with it
+                await self._store.value(sql.SEALED, row["name"])
+            sealed += 1
         return sealed
 
     async def _mend_doors(self) -> int:
