@@ -116,6 +116,8 @@ async def _rows(conn: Any, made: Places, rows: Rows, to: copying.Target, script:
         columns = await conn.fetch(_COLUMNS, v, to.table, list(to.columns) or None)
         if not columns:
             raise asyncpg.UndefinedTableError(f'relation "{to.table}" does not exist or is no table')
+        if made_here := [row["name"] for row in columns if row["generated"]]:
+            raise asyncpg.InvalidColumnReferenceError(f'column "{made_here[0]}" is a generated column')
         names = tuple(row["name"] for row in columns)
         shape = ", ".join(f"{ident(row['name'])} {row['staged']}" for row in columns)
         await conn.execute(f"create unlogged table {staging} ({shape})")

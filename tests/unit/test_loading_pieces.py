@@ -133,3 +133,33 @@ def test_any_other_insert_is_left_to_the_parser(statement: str) -> None:
 def test_a_schema_is_taken_off_its_names_and_nothing_else(statement: str, expected: str | None) -> None:
     found = dumps.unqualified(statement, "shop")
     assert found == (expected or statement.replace("shop.", "").replace("'x'", "'shop.x'"))
+
+
+@pytest.mark.parametrize(
+    ("statement", "what"),
+    [
+        ("ALTER TABLE shop.t OWNER TO app", "owner"),
+        ('ALTER FUNCTION shop.f(a integer) OWNER TO "App User"', "owner"),
+        ("GRANT SELECT ON TABLE shop.t TO app", "grant"),
+        ("REVOKE ALL ON SCHEMA shop FROM PUBLIC", "grant"),
+        ("ALTER DEFAULT PRIVILEGES FOR ROLE app IN SCHEMA shop GRANT SELECT ON TABLES TO app", "grant"),
+        ("SET statement_timeout = 0", "setting"),
+        ("SET client_encoding = 'UTF8'", "setting"),
+        ("SELECT pg_catalog.set_config('search_path', '', false)", "setting"),
+        ("CREATE EXTENSION IF NOT EXISTS plpgsql WITH SCHEMA pg_catalog", "plpgsql"),
+        ("COMMENT ON EXTENSION pgcrypto IS 'x'", "comment"),
+        ("ALTER TABLE ONLY shop.t REPLICA IDENTITY FULL", "replication"),
+        ("CREATE PUBLICATION p FOR ALL TABLES", "replication"),
+        ("COMMENT ON TABLE shop.t IS 'owner to nobody'", None),
+        ("SELECT pg_catalog.setval('shop.s', 1, true)", None),
+        ("CREATE EXTENSION IF NOT EXISTS pgcrypto", None),
+        ("ALTER TABLE ONLY shop.t ADD CONSTRAINT c CHECK (a > 0)", None),
+    ],
+)
+def test_what_means_nothing_here_is_left_out(statement: str, what: str | None) -> None:
+    assert dumps.left_out(statement.encode(), "x.sql", 1) == what
+
+
+def test_old_strings_are_refused() -> None:
+    with pytest.raises(Unprocessable, match="line 3"):
+        dumps.left_out(b"SET standard_conforming_strings = off", "x.sql", 3)

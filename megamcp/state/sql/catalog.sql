@@ -80,10 +80,10 @@ with recursive d as (
   union all
   select d.domain, t.typbasetype, coalesce(nullif(d.mod, -1), t.typtypmod) from d join pg_type t on t.oid = d.base where t.typtype = 'd'
 )
-select a.attname as name,
+select a.attname as name, a.attgenerated <> '' as generated,
   case when b.oid is null then 'text' else format_type(b.oid, coalesce(d.mod, a.atttypmod)) end as staged,
   case when b.oid is null then format_type(a.atttypid, a.atttypmod) end as cast
-from pg_class c join pg_attribute a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
+from pg_class c join pg_attribute a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped and ($3::text[] is not null or a.attgenerated = '')
 left join d on d.domain = a.atttypid and not exists (select from pg_type x where x.oid = d.base and x.typtype = 'd')
 left join pg_type b on b.oid = coalesce(d.base, a.atttypid) and b.typnamespace = 'pg_catalog'::regnamespace
 where c.relnamespace = $1::text::regnamespace and c.relname = $2 and c.relkind = 'r' and ($3::text[] is null or a.attname = any ($3))

@@ -85,6 +85,19 @@ async def test_all_that_a_state_can_t_hold_is_told_at_once(place: Place, tmp_pat
     assert places == ["dump.sql, line 6", "dump.sql, line 7", "dump.sql, line 8"]
 
 
+@pytest.mark.parametrize("kind", ["schema", "database"])
+async def test_a_file_that_changes_while_it_is_read_is_not_loaded(place: Place, tmp_path: Path, kind: str) -> None:
+    folder = folder_of(tmp_path / f"changing-{kind}", kind, dump=f"-- changing {kind}\n{GOOD}")
+    before = await place.left()
+
+    def change(*_: object) -> None:
+        (folder / "dump.sql").write_text(GOOD)
+
+    with pytest.raises(MegaMCPError, match="changed while it was being loaded"):
+        await place.load(folder, change)
+    assert await place.left() == before
+
+
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
