@@ -17,11 +17,11 @@ class Report:
     """Failed on both sides with the same error."""
     refused: Counter[str] = field(default_factory=Counter)
     """Refused by the overlay's statement check, so run on neither side."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """What the check said of those."""
     allowed: Counter[Allowed] = field(default_factory=Counter)
     steps: Counter[str] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
-    taken: Counter[str] = field(default_factory=Counter)
-    """Schemas by construct that their DDL holds."""
     not_taken: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -35,6 +35,7 @@ class Report:
                 for name in sorted(self.statements | self.refused)
             ),
             "errors alike: " + ", ".join(f"{code} {n}" for code, n in self.codes.most_common()),
+            *(f"refused {n} times: {reason}" for reason, n in self.reasons.most_common()),
             *(f"allowed {n} times: {why.name} ({why.value})" for why, n in self.allowed.most_common()),
             *(f"not taken: {name}: {reason[:160]}" for name, reason in sorted(self.not_taken.items())),
         ]

@@ -270,8 +270,9 @@ class _Run:
         await theirs.start()
         try:
             found = await self._overlay.execute(lease, statement.sql)
-        except UnsupportedStatement:
+        except UnsupportedStatement as error:
             self._told.append("    (refused)")
+            self._report.reasons[str(error)[:160]] += 1
             self._report.refused[statement.construct] += 1
             await theirs.rollback()
             await ours.rollback()
