@@ -103,7 +103,13 @@ def _on_conflict(random: Random, schema: Schema, table: Table) -> Statement:
     pool = [c for c in table.writable if not c.identity] or table.columns
     parts = []
     for column in random.sample(pool, min(len(pool), random.choice((1, 1, 2)))):
-        values = [f"excluded.{column.name}", literal(random, column), f"{table.name}.{column.name}", "default"]
+        values = [
+            f"excluded.{column.name}",
+            literal(random, column),
+            f"{table.name}.{column.name}",
+            f"excluded.{column.name}",
+        ]
+        values += ["default"] if random.random() < 0.1 else []
         if column.type in NUMBERS:
             values += [f"{table.name}.{column.name} + excluded.{column.name}", f"{table.name}.{column.name} + 1"]
         parts.append(f"{column.name} = {random.choice(values)}")
