@@ -66,9 +66,10 @@ def code(draw: Draw, schema: Schema) -> Schema:
 
 def _triggers(draw: Draw, table: Table) -> list[str]:
     made: list[str] = []
-    if draw.chance(0.25, "trigger before row"):
+    virtual = any("virtual" in c.definition for c in table.columns)  # with row triggers: refused
+    if not virtual and draw.chance(0.25, "trigger before row"):
         made.append(_before(draw, table))
-    if draw.chance(0.25, "trigger after row") and "table without a key" in draw.taken:
+    if not virtual and draw.chance(0.25, "trigger after row") and "table without a key" in draw.taken:
         made.append(_after(draw, table))
     if draw.chance(0.15, "trigger for each statement") and "table without a key" in draw.taken:
         name = f"{table.name}_done"

@@ -19,6 +19,8 @@ class Report:
     """Refused by the overlay's statement check, so run on neither side."""
     reasons: Counter[str] = field(default_factory=Counter)
     """What the check said of those."""
+    together: Counter[str] = field(default_factory=Counter)
+    """Schemas that were refused for constructs that are taken alone."""
     allowed: Counter[Allowed] = field(default_factory=Counter)
     steps: Counter[str] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
@@ -35,6 +37,7 @@ class Report:
                 for name in sorted(self.statements | self.refused)
             ),
             "errors alike: " + ", ".join(f"{code} {n}" for code, n in self.codes.most_common()),
+            *(f"{n} schemas refused: {reason}" for reason, n in self.together.most_common()),
             *(f"refused {n} times: {reason}" for reason, n in self.reasons.most_common()),
             *(f"allowed {n} times: {why.name} ({why.value})" for why, n in self.allowed.most_common()),
             *(f"not taken: {name}: {reason[:160]}" for name, reason in sorted(self.not_taken.items())),

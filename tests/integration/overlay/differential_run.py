@@ -7,7 +7,7 @@ from typing import Any
 
 import asyncpg
 
-from megamcp.errors import UnsupportedStatement
+from megamcp.errors import MegaMCPError, UnsupportedStatement
 from megamcp.sdk.database import Database as ToolDatabase
 from tests.integration.overlay.differential_database import Database
 from tests.integration.overlay.differential_openness import Openness, Outcome, Statement, allowed
@@ -123,7 +123,13 @@ class Pair:
         base = await plain.dump(name)
         plain.give_back(name)
         tools = ToolDatabase(database.dsn, 1)
-        overlay = await CopyOnWrite.load(database.connection, tools, ddl, [";\n".join(taken)] if taken else [])
+        try:
+            seeds = [";\n".join(taken)] if taken else []
+            overlay = await CopyOnWrite.load(database.connection, tools, ddl, seeds)
+        except MegaMCPError:
+            await plain.drop()
+            await conn.close()
+            raise
         return cls(plain, overlay, base, (conn, tools), report or Report())
 
     async def run(self, steps: Sequence[Step]) -> None:

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megamcp.errors import UnsupportedSchema
 from tests.integration.overlay.differential_database import Database
 from tests.integration.overlay.differential_features import accepted
 from tests.integration.overlay.differential_programs import Statement, seed_insert, statement
@@ -107,31 +108,38 @@ class Search:
     def __init__(self, runner: asyncio.Runner, database: Database) -> None:
         self._runner = runner
         self._database = database
-        self._pairs: dict[int, Pair] = {}
+        self._pairs: dict[int, Pair | None] = {}
         self.taken, refused = runner.run(accepted(database.connection))
         self.report = Report(not_taken=refused)
 
     def run(self, number: int, drawn: list[Act]) -> None:
-        made = schema(number, self.taken)
-        steps = program(drawn, lambda seed: statement(made, seed))
-        self._runner.run(self._pair(number).run(steps))
+        made, pair = schema(number, self.taken), self._pair(number)
+        if pair:
+            self._runner.run(pair.run(program(drawn, lambda seed: statement(made, seed))))
 
-    def _pair(self, number: int) -> Pair:
+    def _pair(self, number: int) -> Pair | None:
+        """None where the loader refuses constructs together that it takes alone: counted, with its reason."""
         if number not in self._pairs:
             made, random = schema(number, self.taken), Random(number)
             seeds = [seed_insert(random, made, table) for _ in range(BASE_ROWS) for table in made.tables]
             names = [t.name for t in made.tables]
             ddl = made.ddl
             loading = Pair.load(self._database, f"plain_{number}", ddl, names, seeds, self.report)
-            self._pairs[number] = self._runner.run(loading)
-            self.report.schemas += 1
-            self.report.tables += len(made.tables)
+            try:
+                self._pairs[number] = self._runner.run(loading)
+                self.report.schemas += 1
+                self.report.tables += len(made.tables)
+            except UnsupportedSchema as error:
+                self._pairs[number] = None
+                for problem in error.extra["problems"]:
+                    self.report.together[f"{problem['construct']}: {problem['reason']}"] += 1
         return self._pairs[number]
 
     def forget(self) -> None:
         """Unload every schema, so that a long search needs no more room than a short one."""
         for pair in self._pairs.values():
-            self._runner.run(pair.unload())
+            if pair:
+                self._runner.run(pair.unload())
         self._pairs.clear()
 
 
