@@ -156,3 +156,16 @@ def test_a_composite_value_of_nulls_is_no_null(compare: Compare) -> None:
         "delete from line where q = '(,a)' returning *",
     ]
     compare(ddl, ["line", "child"], ["insert into line values (1, '(1,a)', '(1,a)', null)"], [call(*statements)])
+
+
+@pytest.mark.xfail(reason="each cascaded row is a statement of its own", strict=True)
+def test_a_statement_trigger_fires_once_for_all_rows_that_a_command_cascades_to(compare: Compare) -> None:
+    ddl = """create table parent (id int primary key);
+    create table child (id int primary key, r int references parent on delete cascade);
+    create table log (what text);
+    create function told() returns trigger language plpgsql as
+      $$ begin insert into log values (tg_op || tg_when); return null; end $$;
+    create trigger a before delete on child for each statement execute function told();
+    create trigger b after delete on child for each statement execute function told();"""
+    rows = ["insert into parent values (1), (2), (3)", "insert into child values (1, 1), (2, 2), (3, 3)"]
+    compare(ddl, ["parent", "child", "log"], rows, [call("delete from parent where id < 3")])
