@@ -24,6 +24,9 @@ union all select w.construct, c.relname || '.' || t.tgname, w.reason, w.hint
     (t.tgoldtable is not null or t.tgnewtable is not null, 'trigger with transition tables', 'a view has none', 'Use a row trigger.'),
     (t.tgtype & 32 <> 0, 'TRUNCATE trigger', 'rows leave one by one', 'Leave it out.'),
     (t.tgtype & 64 <> 0, 'INSTEAD OF trigger', 'views of the environment are read only', 'Write the tables.'),
+    (t.tgtype & 1 = 0 and exists (select from pg_constraint n where n.conrelid = c.oid and n.contype = 'f'
+        and (n.confdeltype in ('c', 'n', 'd') or n.confupdtype in ('c', 'n', 'd'))),
+      'statement trigger on a table that foreign keys act on', 'PostgreSQL fires it once for all actions of a command', 'Use a row trigger.'),
     (t.tgenabled <> 'O', 'trigger that is not simply enabled', 'it would fire', 'Drop it, or enable it.'),
     (t.tgname like 'RI\_%' or t.tgname like '~%', 'trigger name', 'it would sort among the state''s own', 'Rename it.'),
     (t.tgtype & 1 = 1 and exists (select from pg_attribute a where a.attrelid = c.oid and a.attgenerated = 'v'),
