@@ -46,6 +46,9 @@ create table megamcp.loose_layers (
 );
 create index on megamcp.dead_layers (since);
 
--- A journal row of a call that PostgreSQL keeps is written once; only calls to others are completed later. An idle rollout,
--- which has one row here, is to cost less than 1 KiB in all.
+-- An idle rollout, with its one row of the journal, is to cost less than 1 KiB. Pages of rollouts are read in the order of
+-- this index; the few of one microsecond are sorted then. A journal row is mostly written once: only calls to servers
+-- without state here are completed later.
+drop index megamcp.rollouts_created_at_id_idx;
+create index on megamcp.rollouts (created_at);
 alter table megamcp.events set (fillfactor = 90);
