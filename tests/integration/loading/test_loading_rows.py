@@ -15,7 +15,9 @@ create type color as enum ('red', 'blue');
 create domain short as varchar(3);
 create domain shorter as short check (value <> 'bad');
 create domain positive as int check (value > 0);
+create type pair as (n int, color color, short short);
 create table t (
+  pair pair, pairs pair[],
   id int generated always as identity primary key, color color, colors color[], short short, shorter shorter,
   shorts shorter[], positive positive, code varchar(3), plain char(4), amount numeric(5, 2), twice int generated always
   as (id * 2) stored, note text default 'none', at timestamptz default now(), flags bit(3), days daterange
@@ -24,6 +26,7 @@ create table t (
 GOOD = [
     ("id, color, colors", "7\tred\t{blue,red}"),
     ("id, short, shorter, shorts", "7\tabc\tab\t{a,NULL,abc}"),
+    ("id, pair, pairs", '7\t(1,red,abc)\t{"(2,,)","(,blue,\\\\"a\\\\")"}'),
     ("id, code, plain, amount", "7\tabc   \tx\t1.234"),
     ("id, note", "7\t\\N"),
     ("id, note", "7\ttab\\there\\\\ \\x41 é\\n"),
@@ -37,6 +40,10 @@ BAD = [
     ("id, shorter", "7\tabcd"),
     ("id, shorter", "7\tbad"),
     ("id, shorts", "7\t{abcd}"),
+    ("id, pair", "7\t(x,,)"),
+    ("id, pair", "7\t(1,green,)"),
+    ("id, pair", "7\t(1,,abcd)"),
+    ("id, pairs", '7\t{"(1,,abcd)"}'),
     ("id, positive", "7\t0"),
     ("id, positive", "7\tx"),
     ("id, code", "7\tabcd"),
@@ -47,7 +54,9 @@ BAD = [
     ("id, id", "7\t7"),
     ("id", "\\N"),
 ]
-SHOWN = "id, color, colors, short, shorter, shorts, positive, code, plain, amount, twice, note, flags, days"
+SHOWN = (
+    "id, pair, pairs, color, colors, short, shorter, shorts, positive, code, plain, amount, twice, note, flags, days"
+)
 
 
 async def by_postgres(place: Place, columns: str, row: str) -> str:

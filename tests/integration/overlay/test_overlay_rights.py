@@ -151,10 +151,12 @@ async def test_a_login_that_is_no_superuser_loads_and_unloads_the_same(world):
             "create table up (id int primary key, k int references up deferrable initially deferred);",
             "insert into k values (1, row(1, 'a')); insert into bag values (1), (1)",
             "insert into up values (1, 2), (2, 1)",
+            "copy k from stdin;\n2\t(2,b)\n\\.\n",
         )
         rollout = await own.open(state)
         assert await rollout.status("update bag set note = 'y'") == "UPDATE 2"
         assert await rollout.run("insert into up values (3, 1), (4, 3) returning id") == [(3,), (4,)]
+        assert await rollout.read("select (p).word from k order by id") == [("a",), ("b",)]
         with pytest.raises(asyncpg.UniqueViolationError):
             await rollout.run("insert into k values (1, null)")
         with pytest.raises(asyncpg.ForeignKeyViolationError):
