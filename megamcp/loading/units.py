@@ -51,6 +51,8 @@ class Reading:
 
     script: Script
     progress: Progress
+    verb: str = ""
+    """Goes before the file's name in the progress; a pass that has one makes no remarks."""
     left_out: Counter[str] = field(default_factory=Counter)
     done: int = 0
     _table: str = ""
@@ -63,7 +65,7 @@ class Reading:
                     yield unit
         except OSError as error:
             raise bad(self.script.name, str(error), "The gateway must be able to read the file.") from error
-        if self.left_out:
+        if self.left_out and not self.verb:
             told = ", ".join(f"{count} × {what}" for what, count in sorted(self.left_out.items()))
             self.progress(f"left out of {self.script.name}, since it means nothing here: {told}", 0, 0)
 
@@ -137,7 +139,7 @@ class Reading:
         self._tell()
 
     def _tell(self) -> None:
-        self.progress(f"{self.script.name}{self._table}", self.done, max(self.script.size, self.done))
+        self.progress(f"{self.verb}{self.script.name}{self._table}", self.done, max(self.script.size, self.done))
 
 
 def place(error: asyncpg.PostgresError, name: str, unit: Sql | Rows) -> str:

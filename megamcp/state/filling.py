@@ -1,11 +1,12 @@
 """Runs the files of an environment in v_<h>, as the role that owns nothing outside of it.
 
-Statements go through `refuse` first; from the first problem on nothing is run, and the rest is only judged, so that
-all problems are told at once. Rows of COPY can't go through a function, as everything else of the environment does:
+Statements go through `refuse` first, all of them, so that every problem is told at once and before any row is loaded:
+each file is read twice. Rows of COPY can't go through a function, as everything else of the environment does:
 they are copied to a table of built-in types without any rule, where nothing of the environment is evaluated, and
 inserted from there as the environment's role, which checks them.
 """
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -40,43 +41,54 @@ class Places(Protocol):
 
 
 async def run(conn: Any, made: Places, scripts: Sequence[Script], progress: Progress) -> list[refuse.Problem]:
-    """Gives what was refused: then the transaction is worth nothing any more.
+    """Gives what was refused: then nothing was run.
 
     Raises PostgresError with a note of the place (file and line), `Unprocessable` for a file that isn't SQL.
     """
+    judged, problems = await _judge(scripts, progress)
+    if problems:
+        return problems
     v = made.visible_schema
-    problems: list[refuse.Problem] = []
     for script in scripts:
         before = await _functions(conn, v) if script.dump else {}
         reading = Reading(script, progress)
         async with aclosing(reading.units()) as units:
             async for unit in units:
                 if isinstance(unit, Sql):
-                    prepared = refuse.prepare(unit.text, f"{script.name}, line {unit.line}")
-                    problems.extend(prepared.problems)
-                    if problems:
-                        continue
-                    for statement in prepared.statements:
+                    for statement in judged.popleft():
                         await _statement(conn, v, Sql(statement, unit.line), script)
-                elif problems:
-                    continue
                 elif isinstance(unit, Inserts):
                     await _inserts(conn, v, unit, script.name)
                 else:
                     to = copying.target(unit.text, script.name, unit.line)
                     reading.at(to.table)
                     await _rows(conn, made, unit, to, script)
-        if script.dump and not problems:
+        if script.dump:
             await _checked(conn, v, before, script.name)
             if not await conn.fetchval(_TABLES, v):
                 raise dumps.empty(script.name, script.schema)
         await failpoint("load.script")
-    if not problems:
-        late = await conn.fetchval(_DEFERRABLE, v)
-        if late:
-            await rights.as_view(conn, v, f"set constraints {late} immediate")
+    late = await conn.fetchval(_DEFERRABLE, v)
+    if late:
+        await rights.as_view(conn, v, f"set constraints {late} immediate")
     await conn.execute("set local search_path = ''")
-    return problems
+    return []
+
+
+async def _judge(scripts: Sequence[Script], progress: Progress) -> tuple[deque[tuple[str, ...]], list[refuse.Problem]]:
+    """What to run for each statement that is no plain INSERT, and what is wrong with them."""
+    judged: deque[tuple[str, ...]] = deque()
+    problems: list[refuse.Problem] = []
+    for script in scripts:
+        async with aclosing(Reading(script, progress, "checking ").units()) as units:
+            async for unit in units:
+                if isinstance(unit, Sql):
+                    prepared = refuse.prepare(unit.text, f"{script.name}, line {unit.line}")
+                    problems += prepared.problems
+                    judged.append(prepared.statements)
+                elif isinstance(unit, Rows):
+                    copying.target(unit.text, script.name, unit.line)
+    return judged, problems
 
 
 async def _statement(conn: Any, v: str, sql: Sql, script: Script) -> None:
