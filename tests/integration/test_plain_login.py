@@ -64,7 +64,9 @@ async def test_a_login_without_superuser_serves_rollouts(plain_login: tuple[asyn
     server, name, dsn = plain_login
     await server.execute(f"grant {', '.join(SHARED_ROLES)} to {name} with admin option")
     await prepare(Settings(database_url=SecretStr(dsn), bundled_environments=False, environments=[LEDGER]), dsn)
-    async with running_gateway(dsn, quiesce_timeout_s=0.5, rollback_grace_s=0.1) as running:
+    async with running_gateway(
+        dsn, quiesce_timeout_s=0.5, rollback_grace_s=0.1, chain_layers=4, squash_interval_s=3600
+    ) as running:
         world = World(running.services, running.url, dsn)
         a, b = await world.open(2)
         await world.call(a, "put", key="k", value="a")
@@ -80,3 +82,12 @@ async def test_a_login_without_superuser_serves_rollouts(plain_login: tuple[asyn
         (fork,) = await world.fork(point["id"])
         rows = await running.services.queries.run(fork, None, "select value from item where key = 'k'", None)
         assert bytes(rows[1][0]) == b'["a"]'
+        for turn in range(6):
+            await world.call(a, "put", key=f"k{turn}", value="more")
+            last = await world.checkpoint(a)
+        assert await running.services.squasher.squash(last["id"])
+        await world.services.rollouts.release_checkpoint(point["id"])
+        await running.services.squasher.once()
+        await running.services.reaper.once()
+        assert len(await world.chain(a)) == 1
+        assert await world.digest(a) == last["digest"]
