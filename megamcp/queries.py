@@ -22,7 +22,7 @@ from megamcp.points import BASE, HEAD
 from megamcp.rollouts import Rollouts, demand_open
 from megamcp.settings import Settings
 from megamcp.state.rewrites import clock_calls
-from megamcp.state.statements import check_query
+from megamcp.state.statements import check_foreign_query, check_query
 from megamcp.store import translated
 
 BATCH = 100
@@ -64,14 +64,15 @@ class Queries:
 
         Raises `Unprocessable` (`query_failed` with the SQLSTATE, `unsupported_statement`), `DeadlineExceeded`.
         """
-        check_query(sql)
-        sql = clock_calls(sql)
         row = await self._rollouts.get(rollout)
         target = (await self._environments.by_id(row["environment"])).server(server)
         if at and at not in (HEAD, BASE):
             await self._rollouts.same_environment(row, at)
         if target.database:
+            check_foreign_query(sql)
             return await self._on_own_database(row, target, sql, at)
+        check_query(sql)
+        sql = clock_calls(sql)
         pool = await self._pool(target)
         with translated():
             try:

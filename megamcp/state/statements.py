@@ -96,6 +96,15 @@ def body_verdict(sql: str) -> Refusal | None:
     return None
 
 
+def check_foreign_query(sql: str) -> None:
+    """Raise `UnsupportedStatement` unless `sql` is one query, of any kind: the database is its reader's alone."""
+    kinds = kinds_of(sql)
+    if len(kinds) > 1:
+        refuse(refusals.SEVERAL)
+    if kinds and kinds[0] not in refusals.READ_STATEMENTS:
+        refuse(refusals.NOT_A_QUERY)
+
+
 def refuse(refusal: Refusal) -> NoReturn:
     raise UnsupportedStatement(
         f"{refusal.construct} is not supported here: {refusal.reason}.",

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megamcp.errors import Conflict, Gone, NoCapacity
+from megamcp.errors import Conflict, Gone, NoCapacity, Unprocessable
 from tests.integration.databases.shop import Shop, SqlFailed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -184,3 +184,18 @@ async def test_loading_what_is_loaded_already_gives_the_same_version(shop: Shop)
     before = await environments.find("sql")
     again = await environments.load(before.folder)
     assert (again.id, again.hash) == (before.id, before.hash)
+
+
+async def test_an_evaluators_query_may_name_any_schema_and_only_reads(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "create schema annex create table note (body text)")
+    await shop.run(rollout, "insert into annex.note values ('x')")
+    assert await shop.query(rollout, "select body from annex.note") == [["x"]]
+    for sql in (
+        "delete from annex.note",
+        "select 1; select 2",
+        "with gone as (delete from annex.note returning 1) table gone",
+    ):
+        with pytest.raises(Unprocessable):
+            await shop.query(rollout, sql)
+    assert await shop.query(rollout, "select count(*) from annex.note") == [[1]]
