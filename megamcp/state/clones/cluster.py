@@ -126,6 +126,11 @@ class Cluster:
                 )
                 await logins.disown(admin, await logins.strangers(admin, made))
                 await source.install(admin, keys)
+            await self._access.sessions.forget(made)
+            # A fresh session leaves PostgreSQL's file of what it knows of the catalog, which is copied with the rest:
+            # the first session of each copy need not find it all out again.
+            async with self._access.session(made):
+                pass
             async with self._access.maintenance() as connection:
                 await self._shut(connection, made)
                 await connection.execute(f"alter database {ident(made)} rename to {ident(name)}")
