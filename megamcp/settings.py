@@ -109,6 +109,11 @@ class Settings(BaseSettings):
     state_connections: int = Field(
         32, ge=1, description="Connections of each process to databases of a state cluster, for checkpoints and such."
     )
+    load_statement_s: float = Field(
+        600,
+        gt=0,
+        description="Longest that one statement of an environment's SQL may take, for state of kind `database`.",
+    )
     spare_databases: int = Field(
         4, ge=0, description="Copies of each source in use that are kept ready for rollouts to come, on each cluster."
     )

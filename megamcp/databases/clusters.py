@@ -105,7 +105,12 @@ class Clusters:
         opened: dict[str, Cluster] = {}
         try:
             for url in self._urls:
-                cluster = Cluster(await _identifier(url), url, admin_connections=self._settings.state_connections)
+                cluster = Cluster(
+                    await _identifier(url),
+                    url,
+                    admin_connections=self._settings.state_connections,
+                    statement_s=self._settings.load_statement_s,
+                )
                 await cluster.open()
                 opened[cluster.name] = cluster
                 if not cluster.reflink:

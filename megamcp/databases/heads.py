@@ -23,6 +23,7 @@ import asyncpg
 from megamcp.databases import journal as sql
 from megamcp.databases.clusters import Clusters
 from megamcp.databases.sources import Sources
+from megamcp.databases.underway import not_made
 from megamcp.environments import LoadedEnvironment, LoadedServer
 from megamcp.errors import DeadlineExceeded, Gone, NoCapacity
 from megamcp.failpoints import failpoint
@@ -83,6 +84,7 @@ class Databases:
         self._signer = signer
         self._settings = settings
         self._owner = owner
+        self.underway = sources.underway
         self._places: dict[tuple[str, str, int], Place] = {}
         self._making: dict[tuple[str, str], asyncio.Task[Place]] = {}
 
@@ -161,36 +163,48 @@ class Databases:
         standing = await self._store.row(sql.STANDING, rollout)
         if standing is None or standing["status"] != "open":
             raise Gone(f"Rollout {rollout} is {standing['status'] if standing else 'gone'}.", code="rollout_closed")
-        origin = await self._store.row(sql.ORIGIN, rollout, server.name)
-        if origin is None:
-            source = await self.sources.ready(server, environment)
-            cluster = await self.clusters.named(source.cluster)
-            name = await self._store.value(
-                sql.TAKE_SPARE, rollout, source.content, source.cluster, server.name, environment.id, self._owner()
+        async with contextlib.AsyncExitStack() as stack:
+            made = await self._copy_for(stack, rollout, server, environment)
+            if made is None:
+                return None
+            cluster, name, lineage = made
+            async with cluster.inside(name) as inside:
+                await inside.bind(rollout, server.name, standing["epoch"])
+                mark = await inside.mark()
+            await failpoint("database.bound")
+            done = await self._store.value(
+                sql.HEAD_READY, name, standing["epoch"], standing["checkpoint"], lineage, mark.call
             )
-            lineage: dict[str, int] = {}
-            if name is None:
-                name = await self._plan(cluster, server, environment, rollout, {})
-                if name is None:
-                    return None
-                await self._copy(cluster, source.name, name)
-        else:
+            if done:
+                return await self.placed(cluster.name, name)
+            await self._give_up(name, rollout)
+            return None
+
+    async def _copy_for(
+        self, stack: contextlib.AsyncExitStack, rollout: str, server: LoadedServer, environment: LoadedEnvironment
+    ) -> tuple[Cluster, str, dict[str, int]] | None:
+        """A copy that stands where the rollout does, with its lineage; None when somebody else is making it."""
+        origin = await self._store.row(sql.ORIGIN, rollout, server.name)
+        if origin is not None:
             cluster = await self.clusters.named(origin["cluster"])
-            name = await self._plan(cluster, server, environment, rollout, origin["lineage"])
+            name = await self._plan(stack, cluster, server, environment, rollout, origin["lineage"])
             if name is None:
                 return None
-            lineage = await self._copy_at(cluster, _point(origin), name, server, environment, origin["lineage"])
-        async with cluster.inside(name) as inside:
-            await inside.bind(rollout, server.name, standing["epoch"])
-            mark = await inside.mark()
-        await failpoint("database.bound")
-        done = await self._store.value(
-            sql.HEAD_READY, name, standing["epoch"], standing["checkpoint"], lineage, mark.call
+            found = await self._copy_at(cluster, _point(origin), name, server, environment, origin["lineage"])
+            return cluster, name, found
+        source = await self.sources.ready(server, environment)
+        cluster = await self.clusters.named(source.cluster)
+        name = await self._store.value(
+            sql.TAKE_SPARE, rollout, source.content, source.cluster, server.name, environment.id, self._owner()
         )
-        if done:
-            return await self.placed(cluster.name, name)
-        await self._give_up(name, rollout)
-        return None
+        if name is not None:
+            await stack.enter_async_context(self.underway.making(name))
+            return cluster, name, {}
+        name = await self._plan(stack, cluster, server, environment, rollout, {})
+        if name is None:
+            return None
+        await self._copy(cluster, source.name, name)
+        return cluster, name, {}
 
     async def settled(self, rollout: str, server: LoadedServer) -> asyncpg.Record | None:
         """The row of the rollout's database when it is ready and owes nothing; None when there is none yet."""
@@ -213,14 +227,15 @@ class Databases:
             if row is None:
                 raise Gone("The database of this point is gone.", code="state_lost")
             cluster = await self.clusters.named(row["cluster"])
-        name = await self._plan(cluster, server, environment, None, lineage, "view")
-        assert name is not None
-        found: dict[str, int] = {}
-        if point is None:
-            await self._copy(cluster, source.name, name)
-        else:
-            found = await self._copy_at(cluster, point, name, server, environment, lineage)
-        await self._store.value(sql.READY, name, False, found)
+        async with contextlib.AsyncExitStack() as stack:
+            name = await self._plan(stack, cluster, server, environment, None, lineage, "view")
+            assert name is not None
+            found: dict[str, int] = {}
+            if point is None:
+                await self._copy(cluster, source.name, name)
+            else:
+                found = await self._copy_at(cluster, point, name, server, environment, lineage)
+            await self.underway.ready(name, sealed=False, lineage=found)
         return await self.placed(cluster.name, name), found
 
     async def _give_up(self, name: str, rollout: str) -> None:
@@ -230,6 +245,7 @@ class Databases:
 
     async def _plan(
         self,
+        stack: contextlib.AsyncExitStack,
         cluster: Cluster,
         server: LoadedServer,
         environment: LoadedEnvironment,
@@ -237,7 +253,7 @@ class Databases:
         lineage: Mapping[str, int],
         kind: str = "clone",
     ) -> str | None:
-        """The row of a database that is about to be made; None when the rollout has one."""
+        """The row of a database that is made until `stack` is left; None when the rollout has one."""
         await self._demand_space(cluster)
         assert server.database is not None
         name = self.sources.new_name()
@@ -253,6 +269,8 @@ class Databases:
             dict(lineage),
             self._owner(),
         )
+        if made is not None:
+            await stack.enter_async_context(self.underway.making(name))
         await failpoint("database.planned")
         return made
 
@@ -292,14 +310,15 @@ class Databases:
         sealed, after = point.sealed, point.sealed_position
         if sealed is None or after is None:
             sealed, after = await self.sources.of(server.database, cluster.name), 0
-        log_of = await self._plan(cluster, server, environment, None, {})
-        assert log_of is not None
-        await self._copy(cluster, point.database, log_of)
-        await cluster.drop(name, name)
-        await self._copy(cluster, sealed, name)
-        async with cluster.inside(name) as inside, cluster.inside(log_of) as log:
-            await inside.redo(log, after, point.position)
-        await self._store.value(sql.READY, log_of, False, None)
+        async with contextlib.AsyncExitStack() as stack:
+            log_of = await self._plan(stack, cluster, server, environment, None, {})
+            assert log_of is not None
+            await self._copy(cluster, point.database, log_of)
+            await cluster.drop(name, name)
+            await self._copy(cluster, sealed, name)
+            async with cluster.inside(name) as inside, cluster.inside(log_of) as log:
+                await inside.redo(log, after, point.position)
+            await self.underway.ready(log_of, sealed=False)
         known = {ancestor: min(position, after) for ancestor, position in lineage.items()}
         return {**known, point.database: after, sealed: after}
 
@@ -317,6 +336,7 @@ class Databases:
             if (bound := await inside.bound()) is not None and bound.epoch >= epoch:
                 reached = True  # another process, or this one before it was killed
             elif reached := await inside.reachable(position):
+                await cluster.mend_logins(name, self.password)
                 await inside.rewind(position)
                 await inside.bind(rollout, server, epoch)
         await failpoint("database.rewound")
@@ -422,8 +442,9 @@ class Databases:
                 stack.push_async_callback(inner.pop_all().aclose)
                 return Point(name, mark.position, head["sealed"], head["sealed_position"], total, mark.call)
         # What was done since the last checkpoint can't be undone inside (DDL, TRUNCATE): a copy keeps this point.
+        # Its row is `creating` until the checkpoint is published: a copy that no checkpoint has would be taken away.
         while True:
-            copy = await self._plan(cluster, server, environment, None, head["lineage"])
+            copy = await self._plan(stack, cluster, server, environment, None, head["lineage"])
             assert copy is not None
             await self._copy(cluster, name, copy)
             async with cluster.inside(copy) as there:
@@ -431,7 +452,6 @@ class Databases:
                 if fits:
                     await there.rewind(mark.position)
             await cluster.seal(copy)
-            await self._store.value(sql.READY, copy, True, None)
             if fits:
                 return Point(name, mark.position, copy, mark.position, None, mark.call)
 
@@ -441,7 +461,8 @@ class Databases:
         """In the transaction that publishes the checkpoint."""
         for server, p in points.items():
             place = (p.database, p.position, p.sealed, p.sealed_position)
-            await connection.execute(sql.PUBLISH, checkpoint, server, *place, p.call, rollout)
+            if await connection.fetchval(sql.PUBLISH, checkpoint, server, *place, p.call, rollout) is None:
+                raise not_made()
 
     # -- calls --------------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,12 @@ TAKE_SPARE = """update megamcp.databases d
     returning d.name"""
 
 READY = """update megamcp.databases set status = 'ready', sealed = $2, lineage = coalesce($3::jsonb, lineage)
-    where name = $1 and status = 'creating'"""
+    where name = $1 and status = 'creating' returning name"""
+
+# What a process says that it is making, and what turned out to be made by nobody.
+UNMADE = "select name from megamcp.databases where status = 'creating' and owner = $1"
+CONDEMN_UNMADE = """update megamcp.databases set status = 'dropping', rollout = null, rewind_to = null
+    where name = any ($1::text[]) and status = 'creating'"""
 
 # A rollout's database is ready, if the rollout still stands where it stood when the copy was begun.
 HEAD_READY = """update megamcp.databases d set status = 'ready', lineage = $4::jsonb, collected = $5
@@ -53,12 +58,17 @@ HEAD_READY = """update megamcp.databases d set status = 'ready', lineage = $4::j
     where d.name = $1 and d.status = 'creating' and d.rollout = r.id and r.status = 'open' and r.epoch = $2
       and r.checkpoint is not distinct from $3 returning d.name"""
 
-# Where a checkpoint's database stands; the journal has its calls up to $7.
+# Where a checkpoint's database stands; the journal has its calls up to $7. The copy that was made for it is ready with
+# it. No row where that was condemned meanwhile.
 PUBLISH = """with told as (
     update megamcp.databases set collected = greatest(collected, $7) where name = $3 and rollout = $8
+), kept as (
+    update megamcp.databases set status = 'ready', sealed = true where name = $5 and status = 'creating' returning name
 )
 insert into megamcp.snapshots (checkpoint, server, database, position, sealed, sealed_position)
-values ($1, $2, $3, $4, $5, $6)"""
+select $1, $2, $3, $4, $5, $6 where $5::text is null or exists (select 1 from kept)
+    or exists (select 1 from megamcp.databases where name = $5 and status = 'ready')
+returning checkpoint"""
 
 UNRECORDED = """select n.nonce from unnest($1::uuid[]) as n(nonce)
     where not exists (select 1 from megamcp.events v where v.nonce = n.nonce)"""

@@ -24,6 +24,7 @@ BATCH = 200
 PAUSE_S = 1.0
 MEASURED_AT_ONCE = 20
 MEASURED_EACH = timedelta(seconds=30)
+LOGINS_EACH_S = 5.0
 SPARES_FOR = timedelta(minutes=10)
 
 
@@ -39,7 +40,7 @@ class Keeper:
         self._databases = databases
         self._settings = settings
         self._owner = owner
-        self._swept = 0.0
+        self._swept = self._looked = float("-inf")
 
     async def run(self) -> None:
         """An outage of a cluster stops nothing: the next round tries again."""
@@ -47,7 +48,7 @@ class Keeper:
             try:
                 await self.once()
             except MegaMCPError as error:
-                log.warning("keeper of databases: %s", error)
+                log.warning("keeper of databases: %s", error, exc_info=True)
             except Exception:
                 log.exception("keeper of databases")
             await asyncio.sleep(PAUSE_S)
@@ -59,7 +60,9 @@ class Keeper:
                 return {}
             await self._databases.clusters.ready()
         done = {"sealed": await self._seal_leftovers(), "mended": await self._mend_doors()}
+        done["logins"] = await self._mend_logins()
         await self._store.value(sql.DROP_SNAPSHOTS)
+        await self._databases.underway.condemn_abandoned()
         await self._store.rows(sql.CONDEMN, BATCH)
         done["dropped"] = await self._drop()
         done["measured"] = await self._measure()
@@ -90,6 +93,18 @@ class Keeper:
                 elif is_open and not row["open"]:
                     await cluster.seal(name, patience_s=1, on_busy=_nobody)
                     mended += 1
+        return mended
+
+    async def _mend_logins(self) -> int:
+        """A role may change its own password and settings: then nobody else would get in."""
+        if time.monotonic() - self._looked < LOGINS_EACH_S:
+            return 0
+        self._looked = time.monotonic()
+        mended = 0
+        for cluster in self._databases.clusters.opened:
+            for name in await cluster.mend_logins(self._databases.sources.prefix, self._databases.password):
+                log.warning("the login of database %s had changed its password or settings and got them back", name)
+                mended += 1
         return mended
 
     async def _drop(self) -> int:
@@ -157,9 +172,10 @@ class Keeper:
                 {},
                 self._owner(),
             )
-            await cluster.clone(row["source"], name, login=name, password=self._databases.password(name))
-            await failpoint("spare.copied")
-            await self._store.value(sql.READY, name, False, None)
+            async with self._databases.underway.making(name):
+                await cluster.clone(row["source"], name, login=name, password=self._databases.password(name))
+                await failpoint("spare.copied")
+                await self._databases.underway.ready(name, sealed=False)
             made += 1
         return made
 

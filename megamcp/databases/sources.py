@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megamcp.databases import journal as sql
 from megamcp.databases.clusters import Clusters
+from megamcp.databases.underway import Underway
 from megamcp.definitions import database_hash, read
 from megamcp.environments import LoadedEnvironment, LoadedServer
 from megamcp.errors import DeadlineExceeded, Gone
@@ -46,6 +47,7 @@ class Sources:
         self._clusters = clusters
         self._signer = signer
         self._owner = owner
+        self.underway = Underway(store, owner)
         self.prefix = f"mm_{signer.password('deployment')[:8]}_"
         self._known: dict[tuple[str, str], Source] = {}
         self._loads: dict[str, int] = {}
@@ -127,16 +129,13 @@ class Sources:
         )
         if planned is None:
             return False
-        await failpoint("source.planned")
         started = time.monotonic()
-        try:
+        async with self.underway.making(name):
+            await failpoint("source.planned")
             first, *others = scripts
             await cluster.build(name, ddl=first, seeds=others, keys=self._keys(), progress=progress)
-        except BaseException:
-            await asyncio.shield(self._store.value(sql.CONDEMN_SOURCE, name))
-            raise
-        await failpoint("source.built")
-        await self._store.value(sql.READY, name, True, None)
+            await failpoint("source.built")
+            await self.underway.ready(name, sealed=True)
         log.info("the database of content %s was built in %.2f s", content, time.monotonic() - started)
         return True
 

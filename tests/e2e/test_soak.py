@@ -71,6 +71,7 @@ class Castle(Fortress):
     """A gateway with a state cluster, which may be killed at a named place of its code."""
 
     failpoint: str = ""
+    options: dict[str, str] = field(default_factory=dict)
 
     async def start(self) -> None:
         with (self.folder / "gateway.log").open("ab") as out:
@@ -87,6 +88,7 @@ class Castle(Fortress):
                     "MEGAMCP_DISK_RESERVE": "0",
                     "MEGAMCP_CHAIN_LAYERS": "3",
                     "MEGAMCP_FAILPOINTS": self.failpoint,
+                    **self.options,
                 },
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
@@ -297,10 +299,10 @@ async def _run(soak: Soak) -> None:
             assert (await soak.request("GET", f"/v1/rollouts/{fork}/digest"))["digest"] == digest
         await soak.close(fork)
     log.info("%d steps %s, %d calls, kills %s", steps, soak.steps, soak.calls, soak.castle.kills)
-    await _nothing_leaks(soak)
+    await nothing_leaks(soak)
 
 
-async def _nothing_leaks(soak: Soak) -> None:
+async def nothing_leaks(soak: Soak) -> None:
     """When every rollout and checkpoint is gone, so is what they stood on."""
     for rollout in list(soak.rollouts):
         await soak.close(rollout)
@@ -311,28 +313,33 @@ async def _nothing_leaks(soak: Soak) -> None:
         for rollout in page:
             await soak.request("DELETE", f"/v1/rollouts/{rollout['id']}", gone=True)
     data = soak.castle.folder / "data"
-    control = await asyncpg.connect(_superuser(data / "postgres"))
+    control = await asyncpg.connect(superuser(data / "postgres"))
     await control.execute(
         "update megamcp.checkpoints set expires_at = now() - interval '1 second' where released_at is null"
     )
-    state = await asyncpg.connect(_superuser(data / "state"))
+    await control.execute("update megamcp.databases set used_at = now() - interval '1 hour' where kind = 'view'")
+    state = await asyncpg.connect(superuser(data / "state"))
     end = time.monotonic() + 120
     while True:
         rows = await control.fetch(
-            "select name, kind, status, rollout from megamcp.databases where kind in ('clone', 'view')"
+            "select name, kind, status, rollout from megamcp.databases"
+            " where kind in ('clone', 'view') or status <> 'ready'"
         )
         named = {row["name"] for row in await control.fetch("select name from megamcp.databases")}
         there = {row["datname"] for row in await state.fetch("select datname from pg_database where datname ~ '^mm_'")}
+        roles = {row["rolname"] for row in await state.fetch("select rolname from pg_roles where rolname ~ '^mm_'")}
+        strays = roles - named - {f"{name}_hand" for name in named} - {"mm_owner", "mm_hands"}
+        points = await control.fetchval("select count(*) from megamcp.snapshots")
         layers = await control.fetchval("select count(*) from megamcp.dead_layers")
-        if not rows and not layers and there <= named:
+        if not rows and not layers and not points and there <= named and not strays:
             break
-        assert time.monotonic() < end, (rows, layers, there - named)
+        assert time.monotonic() < end, (rows, layers, points, there - named, strays)
         await asyncio.sleep(0.5)
     await control.close()
     await state.close()
 
 
-def _superuser(folder: Path) -> str:
+def superuser(folder: Path) -> str:
     """DSN of an embedded cluster, from its folder."""
     password = (folder / "password").read_text().strip()
     sockets = folder / "run"

@@ -50,8 +50,9 @@ OnBusy = Callable[[list[str]], Awaitable[None]]
 class Cluster:
     """Raises `Unavailable` where the server can't be reached, `NoCapacity` where its connections are used up."""
 
-    def __init__(self, name: str, dsn: str, *, admin_connections: int = 32) -> None:
+    def __init__(self, name: str, dsn: str, *, admin_connections: int = 32, statement_s: float = 600) -> None:
         self.name = name
+        self._statement_s = statement_s
         self.reflink = False
         self._access = Access(name, dsn, admin_connections)
         self._cloning = asyncio.Lock()
@@ -123,6 +124,7 @@ class Cluster:
                     self.dsn_for(made, builder, password),
                     scripts,
                     progress or (lambda *_: None),
+                    statement_s=self._statement_s,
                 )
                 await logins.disown(admin, await logins.strangers(admin, made))
                 await source.install(admin, keys)
@@ -188,6 +190,17 @@ class Cluster:
         """Make or renew a database's login and open the database."""
         async with self._access.maintenance() as connection:
             await self._admit(connection, name, login, password)
+
+    async def mend_logins(self, prefix: str, password: Callable[[str], str]) -> list[str]:
+        """Gives logins back what they were given, where they changed their own password or settings; says which.
+
+        For databases whose login has their name. Sessions that are open keep the settings that they began with.
+        """
+        async with self._access.maintenance() as connection:
+            found = await logins.strayed(connection, prefix, password)
+            for name in found:
+                await connection.execute(logins.login(name, name, password(name), exists=True))
+        return found
 
     async def seal(self, name: str, *, patience_s: float = 10.0, on_busy: OnBusy | None = None) -> None:
         """Let nobody in any more, after the work that is open. Idempotent."""

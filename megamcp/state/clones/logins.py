@@ -11,7 +11,7 @@ import base64
 import hashlib
 import hmac
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megamcp.state.names import ident, literal
@@ -35,6 +35,18 @@ def scram_verifier(password: str, *, iterations: int = _ITERATIONS) -> str:
     server = hmac.digest(salted, b"Server Key", "sha256")
     texts = (base64.b64encode(part).decode() for part in (salt, stored, server))
     return "SCRAM-SHA-256${}:{}${}:{}".format(iterations, *texts)
+
+
+def is_password(verifier: str, password: str) -> bool:
+    """Whether what PostgreSQL stores is of this password."""
+    try:
+        _, parts, keys = verifier.split("$")
+        rounds, salt = parts.split(":")
+        server = base64.b64decode(keys.split(":")[1])
+        salted = hashlib.pbkdf2_hmac("sha256", password.encode(), base64.b64decode(salt), int(rounds))
+    except (ValueError, IndexError, OverflowError):
+        return False
+    return hmac.compare_digest(hmac.digest(salted, b"Server Key", "sha256"), server)
 
 
 def group(role: str) -> str:
@@ -69,6 +81,22 @@ def hand_login(database: str, password: str, *, exists: bool) -> str:
         f"alter role {role} reset all; alter role {role} set session_replication_role = 'replica';"
         f"grant connect on database {ident(database)} to {role};"
     )
+
+
+_STRAYED = """select r.rolname as login, r.rolpassword as verifier,
+    array(select case when s.setdatabase = d.oid then c else '' end
+            from pg_db_role_setting s, unnest(s.setconfig) c where s.setrole = r.oid) as settings
+  from pg_authid r join pg_database d on d.datname = r.rolname
+ where starts_with(r.rolname, $1) and r.rolcanlogin"""
+
+
+async def strayed(connection: Any, prefix: str, password: Callable[[str], str]) -> list[str]:
+    """Logins of the databases of a prefix that have changed their own password or settings, as every role may."""
+    return [
+        row["login"]
+        for row in await connection.fetch(_STRAYED, prefix)
+        if row["settings"] != [f"role={OWNER}"] or not is_password(row["verifier"] or "", password(row["login"]))
+    ]
 
 
 async def strangers(connection: Any, database: str, *, but: str | None = None) -> list[str]:

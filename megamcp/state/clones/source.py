@@ -27,13 +27,23 @@ def sql(name: str) -> str:
     return files("megamcp.state.clones").joinpath("sql", f"{name}.sql").read_text(encoding="utf-8")
 
 
-async def fill(admin: asyncpg.Connection, dsn: str, scripts: Sequence[Script], progress: Progress) -> None:
+async def fill(
+    admin: asyncpg.Connection, dsn: str, scripts: Sequence[Script], progress: Progress, *, statement_s: float
+) -> None:
     """Run the environment's SQL over `dsn`, each file as one transaction unless it says COMMIT itself.
 
-    Raises `Unprocessable` with PostgreSQL's words and the place, `Unavailable` (`disk_full`).
+    `statement_s` bounds each statement. Raises `Unprocessable` with PostgreSQL's words and the place, `Unavailable`
+    (`disk_full`).
     """
     await admin.execute(f"alter schema public owner to {logins.OWNER}")
-    connection = await asyncpg.connect(dsn, server_settings={"application_name": "megamcp build", "jit": "off"})
+    connection = await asyncpg.connect(
+        dsn,
+        server_settings={
+            "application_name": "megamcp build",
+            "jit": "off",
+            "statement_timeout": str(int(statement_s * 1000)),
+        },
+    )
     try:
         for script in scripts:
             reading = Reading(script, progress)

@@ -1,0 +1,144 @@
+"""Every failpoint of the gateway, cut off in every way: afterwards rollouts hold what they should and nothing is left.
+
+G4 to G7 at each step of the journal of databases. CI takes each failpoint in the operation that matters most;
+with `SOAK_SECONDS` all combinations of operation, failpoint and way are run.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import siege as ops
+from tests.e2e.siege import WAYS, Keep, Operation, Siege, cut, keep, session
+from tests.e2e.test_kill import free_port
+from tests.e2e.test_soak import nothing_leaks
+
+log = logging.getLogger(__name__)
+ALL = "SOAK_SECONDS" in os.environ
+CODE = Path(__file__).parents[2] / "megamcp"
+CLONE = ("clone.drained", "clone.created", "clone.cleaned", "clone.admitted")
+MAKE = ("database.planned", *CLONE, "database.copied", "database.bound")
+DROP = ("drop.shut", "drop.database", "database.dropped")
+
+PASSES: dict[Operation, tuple[str, ...]] = {
+    ops.load_own: (
+        "source.planned",
+        "load.script",
+        "load.copied",
+        "build.filled",
+        "build.installed",
+        "build.renamed",
+        "source.built",
+    ),
+    ops.load_shared: ("load.script", "load.copied"),
+    ops.first_call: MAKE,
+    ops.fork_at_head: (*MAKE, "drain.closed"),
+    ops.fork_behind_head: (*MAKE, "drain.closed"),
+    ops.fork_over_ddl: (
+        *MAKE,
+        *("database.planned@2", "clone.drained@2", "clone.cleaned@2", "clone.created@3", "database.copied@2"),
+        *("database.copied@3", "drop.shut", "drop.database"),
+    ),
+    ops.checkpoint_over_ddl: ("database.planned", *CLONE, "database.copied", "drain.closed"),
+    ops.rollback_in_place: ("database.rewound",),
+    ops.rollback_over_ddl: ("database.rewound", "drain.closed", "database.retired", *MAKE),
+    ops.release: ("database.retired", "drain.closed", *DROP),
+    ops.view: ("database.planned", *CLONE, "database.copied"),
+    ops.quota: ("database.retired",),
+}
+"""The points that each operation passes, without spares."""
+
+SPARE = (*CLONE, "spare.copied")
+
+CHOSEN: dict[str, Operation] = {
+    "load.script": ops.load_own,
+    "load.copied": ops.load_own,
+    "database.planned": ops.fork_at_head,
+    "database.copied": ops.fork_over_ddl,
+    "database.bound": ops.first_call,
+    "clone.drained": ops.fork_at_head,
+    "clone.created": ops.fork_behind_head,
+    "clone.cleaned": ops.fork_at_head,
+    "clone.admitted": ops.checkpoint_over_ddl,
+    "drain.closed": ops.checkpoint_over_ddl,
+    "database.retired": ops.rollback_over_ddl,
+    "drop.shut": ops.release,
+    "drop.database": ops.release,
+}
+"""Where CI cuts a point that several operations pass."""
+
+
+def failpoints() -> set[str]:
+    """Every name in the code."""
+    texts = [path.read_text() for path in CODE.rglob("*.py") if path.name != "failpoints.py"]
+    return {name for text in texts for name in re.findall(r'failpoint\("([^"]+)"\)', text)}
+
+
+def cases() -> list[tuple[Operation, str, str]]:
+    """Operation, point and way, in an order that is mixed but always the same."""
+    found = [
+        (operation, point, way)
+        for operation, points in PASSES.items()
+        for point in points
+        for way in WAYS
+        if ALL or ("@" not in point and CHOSEN.get(point, operation) is operation)
+    ]
+    random.Random(7).shuffle(found)
+    if only := os.environ.get("SIEGE_ONLY"):
+        found = [
+            case for word in only.split(";") for case in found if f"{case[0].__name__},{case[1]},{case[2]}" == word
+        ]
+    return found
+
+
+def test_every_failpoint_is_in_the_matrix() -> None:
+    passed = {point.partition("@")[0] for points in (*PASSES.values(), SPARE) for point in points}
+    assert passed == failpoints()
+    assert {point for _, point, _ in cases()} >= failpoints() - {"spare.copied"}
+
+
+async def _besiege(castle: Keep, todo: list[tuple[Operation, str, str]]) -> None:
+    try:
+        async with session(castle) as http:
+            siege = Siege(castle, http, random.Random(1))
+            bystander = await siege.begun()
+            for operation, point, way in todo:
+                began = time.monotonic()
+                try:
+                    await cut(siege, operation, point, way)
+                    await siege.holds(bystander)
+                except BaseException as error:
+                    error.add_note(f"{operation.__name__}, {point}, {way}")
+                    raise
+                log.info("%s, %s, %s: %.2f s", operation.__name__, point, way, time.monotonic() - began)
+            await nothing_leaks(siege)
+    except BaseException:
+        log.error("the gateway's log ends with\n%s", (castle.folder / "gateway.log").read_text()[-8000:])
+        raise
+    finally:
+        await castle.stop()
+    await asyncio.sleep(0.5)
+    assert castle.family() == [], "something outlived the gateway"
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(0)
+async def test_a_step_that_is_cut_off_is_taken_up(scratch_folder: Path) -> None:
+    folder = scratch_folder / "siege"
+    folder.mkdir(mode=0o755)
+    await _besiege(await keep(folder, free_port(), MEGAMCP_SPARE_DATABASES="0"), cases())
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(0)
+async def test_a_spare_that_is_cut_off_is_made_again(scratch_folder: Path) -> None:
+    folder = scratch_folder / "siege-of-spares"
+    folder.mkdir(mode=0o755)
+    todo = [(ops.spare, point, way) for point in (SPARE if ALL else SPARE[-1:]) for way in WAYS]
+    await _besiege(await keep(folder, free_port(), MEGAMCP_SPARE_DATABASES="1"), todo)
