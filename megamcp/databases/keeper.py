@@ -5,10 +5,13 @@ bounded, and every step may be cut off: the next round, here or elsewhere, takes
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+
+import asyncpg
 
 from megamcp.databases import journal as sql
 from megamcp.databases.heads import Databases
@@ -32,6 +35,17 @@ async def _nobody(_calls: Sequence[str]) -> None:
     """Nobody waits for the answer of a call on a database that is nobody's."""
 
 
+@contextlib.contextmanager
+def _apart(name: str) -> Iterator[None]:
+    """What goes wrong with one database keeps nobody from the others. It is tried again in the next round."""
+    try:
+        yield
+    except MegaMCPError as error:
+        log.warning("database %s: %s", name, error)
+    except Exception:
+        log.exception("database %s", name)
+
+
 class Keeper:
     """Runs `once` every second until cancelled. Starts no cluster: where none runs there is nothing to keep."""
 
@@ -48,7 +62,7 @@ class Keeper:
             try:
                 await self.once()
             except MegaMCPError as error:
-                log.warning("keeper of databases: %s", error, exc_info=True)
+                log.warning("keeper of databases: %s", error)
             except Exception:
                 log.exception("keeper of databases")
             await asyncio.sleep(PAUSE_S)
@@ -74,10 +88,12 @@ class Keeper:
         sealed = 0
         for row in await self._store.rows(sql.OPEN_LEFTOVERS, BATCH):
             if cluster := self._cluster(row["cluster"]):
-                await self._databases.retire(cluster, row["name"])
+                with _apart(row["name"]):
+                    await self._databases.retire(cluster, row["name"])
+                    sealed += 1
             else:  # its cluster is gone, and it with it
                 await self._store.value(sql.SEALED, row["name"])
-            sealed += 1
+                sealed += 1
         return sealed
 
     async def _mend_doors(self) -> int:
@@ -87,11 +103,13 @@ class Keeper:
             there = await cluster.doors()
             for row in await self._store.rows(sql.DOORS, cluster.name):
                 name, is_open = row["name"], there.get(row["name"])
-                if is_open is False and row["open"]:
-                    await cluster.reopen(name)
-                    mended += 1
-                elif is_open and not row["open"]:
-                    await cluster.seal(name, patience_s=1, on_busy=_nobody)
+                if is_open is None or is_open == row["open"]:
+                    continue
+                with _apart(name):
+                    if row["open"]:
+                        await cluster.reopen(name)
+                    else:
+                        await cluster.seal(name, patience_s=1, on_busy=_nobody)
                     mended += 1
         return mended
 
@@ -110,16 +128,20 @@ class Keeper:
     async def _drop(self) -> int:
         dropped = 0
         for row in await self._store.rows(sql.DROPPING, BATCH):
-            async with self._store.transaction() as connection:
-                if not await connection.fetchval(sql.LOCK_ROW, row["name"]):
-                    continue
-                if cluster := self._cluster(row["cluster"]):
-                    await cluster.drop(row["name"], row["name"])
-                self._databases.sources.forget(row["name"])
-                await failpoint("database.dropped")
-                await connection.execute(sql.FORGET, row["name"])
-                dropped += 1
+            with _apart(row["name"]):
+                dropped += await self._drop_one(row)
         return dropped
+
+    async def _drop_one(self, row: asyncpg.Record) -> bool:
+        async with self._store.transaction() as connection:
+            if not await connection.fetchval(sql.LOCK_ROW, row["name"]):
+                return False
+            if cluster := self._cluster(row["cluster"]):
+                await cluster.drop(row["name"], row["name"])
+            self._databases.sources.forget(row["name"])
+            await failpoint("database.dropped")
+            await connection.execute(sql.FORGET, row["name"])
+            return True
 
     async def _measure(self) -> int:
         """Who takes more disk than a rollout may gets no further; its checkpoints stay good."""

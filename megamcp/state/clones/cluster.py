@@ -381,8 +381,10 @@ class Cluster:
             await self._drop(connection, name, [role])
 
     async def _drop(self, connection: Any, name: str, roles: Sequence[str]) -> None:
-        if await exists(connection, name):
-            await self._shut(connection, name)
+        invalid = await connection.fetchval("select datconnlimit = -2 from pg_database where datname = $1", name)
+        if invalid is not None:
+            if not invalid:  # else PostgreSQL was killed while it dropped it, and takes nothing but another DROP
+                await self._shut(connection, name)
             await failpoint("drop.shut")
             await connection.execute(f"drop database if exists {ident(name)} with (force)")
         await failpoint("drop.database")

@@ -88,6 +88,8 @@ async def _perform(connection: asyncpg.Connection, unit: Sql | Rows, name: str) 
     except asyncpg.PostgresError as error:
         raise _refused(place(error, name, unit), error) from error
     except (ValueError, asyncpg.InterfaceError) as error:
+        if connection.is_closed():
+            raise _lost() from error
         raise Unprocessable(
             f"{name}, line {unit.line}: this can't be sent: {error}", code="environment_sql_failed"
         ) from error
@@ -99,6 +101,8 @@ async def _insert(connection: asyncpg.Connection, batch: Inserts, name: str) -> 
     try:
         await connection.execute(f"savepoint mm_batch;{batch.text};release savepoint mm_batch")
     except asyncpg.PostgresError as error:
+        if connection.is_closed():
+            raise _lost() from error
         await connection.execute("rollback to savepoint mm_batch")
         for part in batch.parts:
             await _perform(connection, part, name)
@@ -146,7 +150,20 @@ def builder(name: str) -> str:
     return f"{name}_builder"
 
 
+_TOO_LONG = "57014"
+
+
+def _lost() -> Unavailable:
+    return Unavailable(
+        "The state cluster went away while the environment's SQL ran; nothing of it was kept.",
+        code="state_cluster_unavailable",
+        hint="Load the environment again.",
+    )
+
+
 def _refused(where: str, error: asyncpg.PostgresError) -> MegaMCPError:
+    if error.sqlstate != _TOO_LONG and (error.sqlstate or "")[:2] in ("08", "57"):
+        return _lost()
     words = f"{error.args[0]} ({error.sqlstate})"
     if detail := getattr(error, "detail", None):
         words += f" {detail}"
