@@ -57,7 +57,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         instance = Instance(dsn)
         # With connections of their own: whoever holds a rollout's lock, and so one of the store's, waits for them.
         side = await stack.enter_async_context(Store.open(dsn, SIDE_CONNECTIONS))
-        clusters = Clusters(settings)
+        clusters = Clusters(settings, dsn)
         stack.push_async_callback(clusters.aclose)
         sources = Sources(side, clusters, signer, lambda: instance.owner)
         databases = Databases(side, clusters, sources, signer, settings, lambda: instance.owner)

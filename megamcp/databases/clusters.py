@@ -61,8 +61,9 @@ class OwnCluster:
 class Clusters:
     """Opened once, closed with the gateway. `ready` is cheap after the first time."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, control_dsn: str) -> None:
         self._settings = settings
+        self._control_dsn = control_dsn
         self._urls = [url.get_secret_value() for url in settings.state_urls]
         self._own = contextlib.AsyncExitStack()
         self._clusters: dict[str, Cluster] = {}
@@ -103,15 +104,17 @@ class Clusters:
         if not self._urls:
             self._urls = [(await self._own.enter_async_context(OwnCluster(self._settings))).dsn]
         opened: dict[str, Cluster] = {}
+        control, control_database = await _identifier(self._control_dsn)
         try:
             for url in self._urls:
+                name, _ = await _identifier(url)
                 cluster = Cluster(
-                    await _identifier(url),
+                    name,
                     url,
                     admin_connections=self._settings.state_connections,
                     statement_s=self._settings.load_statement_s,
                 )
-                await cluster.open()
+                await cluster.open(control_database if name == control else None)
                 opened[cluster.name] = cluster
                 if not cluster.reflink:
                     log.warning(
@@ -136,8 +139,8 @@ async def _shorten_login(dsn: str) -> None:
         await connection.close()
 
 
-async def _identifier(url: str) -> str:
-    """What tells this cluster from all others. Raises `Unavailable`."""
+async def _identifier(url: str) -> tuple[str, str]:
+    """What tells this cluster from all others, and the database's name. Raises `Unavailable`."""
     try:
         connection = await asyncpg.connect(url, timeout=10)
     except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
@@ -147,7 +150,8 @@ async def _identifier(url: str) -> str:
             hint="MEGAMCP_STATE_URLS names them; each needs a login that may create databases and roles.",
         ) from error
     try:
-        return str(await connection.fetchval("select system_identifier from pg_control_system()"))
+        query = "select system_identifier::text, current_database()::text from pg_control_system()"
+        return tuple((await connection.fetchrow(query)).values())
     finally:
         await connection.close()
 

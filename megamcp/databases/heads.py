@@ -25,7 +25,7 @@ from megamcp.databases.clusters import Clusters
 from megamcp.databases.sources import Sources
 from megamcp.databases.underway import not_made
 from megamcp.environments import LoadedEnvironment, LoadedServer
-from megamcp.errors import DeadlineExceeded, Gone, NoCapacity
+from megamcp.errors import DeadlineExceeded, Gone, NoCapacity, NotFound, Unavailable
 from megamcp.failpoints import failpoint
 from megamcp.handles import Signer
 from megamcp.settings import Settings
@@ -380,13 +380,16 @@ class Databases:
         await connection.execute(sql.LEAVE, rollout)
 
     async def settle(self, rollout: str, environment: LoadedEnvironment) -> None:
-        """After a rollback: carry it out now, so that the next call need not wait for it."""
+        """After a rollback: carry it out now, so that the next call need not do it; who can't leaves it to that."""
         self.forget(rollout)
         for server in environment.servers:
             if server.database:
                 head = await self._store.row(sql.HEAD, rollout, server.name)
                 if head is not None and head["status"] == "ready" and head["rewind_to"] is not None:
-                    await self._carry_out(rollout, server.name, head, self._settings.rollback_grace_s)
+                    with contextlib.suppress(
+                        asyncpg.PostgresError, asyncpg.InterfaceError, OSError, Unavailable, NotFound
+                    ):
+                        await self._carry_out(rollout, server.name, head, self._settings.rollback_grace_s)
 
     @asynccontextmanager
     async def frozen(

@@ -58,11 +58,14 @@ class Cluster:
         self._cloning = asyncio.Lock()
         self._folder: str | None = None
 
-    async def open(self) -> None:
-        """Look whether the server can do this. Raises `Unprocessable` (`postgres_too_old`, `postgres_rights`)."""
+    async def open(self, control: str | None = None) -> None:
+        """Look whether the server can do this. Raises `Unprocessable` (`postgres_too_old`, `postgres_rights`).
+
+        `control` names the control plane's database where that is on the same cluster: rollouts' logins are kept out.
+        """
         async with self._one_at_a_time() as connection:
             self._folder = await fitness.examine(connection, self.name)
-            await fitness.close_others(connection, self.name, PREFIX)
+            await fitness.close_others(connection, self.name, PREFIX, control)
             self.reflink = await fitness.shares_blocks(
                 connection, self.name, Path(self._folder) if self._access.is_local else None
             )
@@ -254,8 +257,19 @@ class Cluster:
         """
         give_up = time.monotonic() + patience_s + (_GONE_S if on_busy else 0)
         busy_at = time.monotonic() + patience_s
-        async with self._access.session(name) as connection:
-            while not await self._locked(connection, shared, min(busy_at, give_up) - time.monotonic()):
+        async with contextlib.AsyncExitStack() as stack:
+            connection = await stack.enter_async_context(self._access.session(name))
+            while True:
+                try:
+                    if await self._locked(connection, shared, min(busy_at, give_up) - time.monotonic()):
+                        break
+                except (asyncpg.ConnectionDoesNotExistError, asyncpg.AdminShutdownError):
+                    # Who drains a database ends those that wait for its lock, other gateways' too.
+                    if time.monotonic() > give_up:
+                        raise
+                    await stack.aclose()
+                    connection = await stack.enter_async_context(self._access.session(name))
+                    continue
                 if on_busy is None or time.monotonic() > give_up:
                     raise DeadlineExceeded(
                         f"Database {name} was busy for {patience_s:g} s.",

@@ -45,14 +45,19 @@ async def examine(connection: Any, cluster: str) -> str:
     return folder
 
 
-async def close_others(connection: Any, cluster: str, prefix: str) -> None:
-    """A database's login may go nowhere else. Databases let everybody in until somebody says otherwise."""
+async def close_others(connection: Any, cluster: str, prefix: str, control: str | None) -> None:
+    """A database's login may go nowhere else. Databases let everybody in until somebody says otherwise.
+
+    `control` is the control plane's database, where that is on this cluster.
+    """
     others = await connection.fetch(
-        "select datname, datname in (current_database(), 'postgres', 'template1') as known from pg_database"
-        " where datallowconn and not starts_with(datname, $1) and exists ("
+        "select datname, datname = current_database() or datname in ('postgres', 'template1') or datname = $2 as known"
+        " from pg_database"
+        " where datallowconn and (not starts_with(datname, $1) or datname = $2) and exists ("
         "select from aclexplode(coalesce(datacl, acldefault('d', datdba))) a"
         " where a.grantee = 0 and a.privilege_type = 'CONNECT')",
         prefix,
+        control,
     )
     tools = await connection.fetch("select rolname from pg_roles where rolname in ('megamcp_tools', 'megamcp_queries')")
     for row in others:
