@@ -25,7 +25,7 @@ from megamcp.databases.clusters import Clusters
 from megamcp.databases.sources import Sources
 from megamcp.databases.underway import not_made
 from megamcp.environments import LoadedEnvironment, LoadedServer
-from megamcp.errors import DeadlineExceeded, Gone, NoCapacity, NotFound, Unavailable
+from megamcp.errors import DeadlineExceeded, Gone, MegaMCPError, NoCapacity
 from megamcp.failpoints import failpoint
 from megamcp.handles import Signer
 from megamcp.settings import Settings
@@ -386,10 +386,10 @@ class Databases:
             if server.database:
                 head = await self._store.row(sql.HEAD, rollout, server.name)
                 if head is not None and head["status"] == "ready" and head["rewind_to"] is not None:
-                    with contextlib.suppress(
-                        asyncpg.PostgresError, asyncpg.InterfaceError, OSError, Unavailable, NotFound
-                    ):
+                    try:
                         await self._carry_out(rollout, server.name, head, self._settings.rollback_grace_s)
+                    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, MegaMCPError) as error:
+                        log.warning("rollout %s: the rollback is carried out with the next call: %s", rollout, error)
 
     @asynccontextmanager
     async def frozen(

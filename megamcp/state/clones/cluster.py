@@ -44,6 +44,9 @@ _HOLDERS = """select distinct l.pid, a.application_name from pg_lock_status() l
  where l.locktype = 'advisory' and l.granted and l.objid = 7723 and l.classid = 0 and l.objsubid = 1
    and ($1 or l.mode = 'ExclusiveLock')"""
 
+# How asyncpg says that a backend was ended: the last one where that and the next statement cross.
+_ENDED = (asyncpg.ConnectionDoesNotExistError, asyncpg.AdminShutdownError, asyncpg.InternalClientError)
+
 OnBusy = Callable[[list[str]], Awaitable[None]]
 
 
@@ -263,10 +266,11 @@ class Cluster:
                 try:
                     if await self._locked(connection, shared, min(busy_at, give_up) - time.monotonic()):
                         break
-                except (asyncpg.ConnectionDoesNotExistError, asyncpg.AdminShutdownError):
+                except _ENDED:
                     # Who drains a database ends those that wait for its lock, other gateways' too.
                     if time.monotonic() > give_up:
                         raise
+                    connection.terminate()
                     await stack.aclose()
                     connection = await stack.enter_async_context(self._access.session(name))
                     continue
