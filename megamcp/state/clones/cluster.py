@@ -174,7 +174,11 @@ class Cluster:
                 raise Conflict(f"There is a database {target} already.", code="database_exists")
             try:
                 if not sealed:
-                    await self._drain(connection, source_name, patience_s, on_busy)
+                    try:
+                        await self._drain(connection, source_name, patience_s, on_busy)
+                    except Conflict:  # unless another gateway has sealed it meanwhile, for good
+                        if not (sealed := await self._sealed(connection, source_name)):
+                            raise
                 await failpoint("clone.drained")
                 await self._copy(connection, source_name, target)
             finally:
