@@ -41,7 +41,7 @@ TAKE_NUMBER = f"""with free as (
 insert into megamcp.squashed_layers (layer, environment) select f.layer, $2 from free f
  where f.layer % {SPACING} <> 0
    and $1 >= (select q.seqstart from pg_sequence q where q.seqrelid = 'megamcp.layer_seq'::regclass)
-returning layer"""
+on conflict do nothing returning layer"""
 
 # The swap: who comes to the checkpoint from now on gets the short chain; who stands on it keeps the old one.
 SWAP = """with old as (

@@ -30,7 +30,13 @@ from megamcp.state.names import literal
 log = logging.getLogger(__name__)
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-SETTINGS = {"fsync": "off", "full_page_writes": "off", "shared_buffers": "128MB", "autovacuum_naptime": "30s"}
+SETTINGS = {
+    "temp_file_limit": "2GB",  # of one session: sorts and the like, which no quota sees
+    "fsync": "off",
+    "full_page_writes": "off",
+    "shared_buffers": "128MB",
+    "autovacuum_naptime": "30s",
+}
 CONNECTIONS = 500
 
 

@@ -88,7 +88,7 @@ class Reads:
                         "The tables themselves were changed (DDL or TRUNCATE) between the two points: their rows can't"
                         " be compared.",
                         code="clone_only",
-                        hint="Compare the digests, or query both points.",
+                        hint="Query both points.",
                     )
                 return found if forward else {name: table.reversed() for name, table in found.items()}
         raise Conflict(

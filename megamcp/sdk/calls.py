@@ -37,7 +37,7 @@ _SAVEPOINT = f"savepoint megamcp_{secrets.token_hex(8)}"
 _READ_ONLY = f"{_SAVEPOINT}; set transaction read only"
 _UNDO = f"rollback to {_SAVEPOINT}"
 
-_TRIES = 5
+_TRIES = 20
 _PAUSE_S = 0.02
 
 # JSON-RPC code by SQLSTATE of a refusal, as the gateway's own errors have them (megamcp.errors).
@@ -91,7 +91,7 @@ async def run_recorded(database: Database, call: Call, body: Body) -> Outcome:
                 ) from error
         except _Ended as ended:
             return await _settle(database, call, ended)
-        await asyncio.sleep(_PAUSE_S * (tries - 1))
+        await asyncio.sleep(min(_PAUSE_S * (tries - 1), 0.2))
 
 
 class _NotBegun(Exception):

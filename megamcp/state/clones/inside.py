@@ -30,11 +30,12 @@ _SEQUENCES = """select case when n.nspname = 'public' then '' else n.nspname || 
        lateral pg_get_sequence_data(c.oid) d
  where c.relkind = 'S' and c.relpersistence <> 't'
    and n.nspname not in ('pg_catalog', 'information_schema', 'megamcp')"""
-# A temporary table would outlive the rewind in its session.
+# A temporary table would outlive the rewind in its session, and so would numbers that it has drawn in advance.
 _END_SESSIONS = """select pg_terminate_backend(a.pid, 2000) from pg_stat_get_activity(null) a
    join pg_database d on d.oid = a.datid join pg_authid u on u.oid = a.usesysid
   where d.datname = current_database() and not u.rolsuper and u.rolname <> current_database() || '_hand'
-    and exists (select from pg_class where relpersistence = 't')"""
+    and (exists (select from pg_class where relpersistence = 't')
+         or exists (select from pg_sequence where seqcache > 1))"""
 _PLAN = """select p.* from megamcp.marks m, lateral megamcp.plan(megamcp.spans($1, m.segment, m.position)) p
  where m.position = $2"""
 _PATH_CALLS = """select c.id, nonce, rollout, server, epoch, mode, tool, arguments, outcome, result, is_error,

@@ -20,6 +20,8 @@ begin
     if exists (select from pg_event_trigger_ddl_commands() c where c.schema_name is distinct from 'pg_temp') then
         perform megamcp.log_barrier(tg_tag);
         perform megamcp.watch();
+    elsif exists (select from pg_event_trigger_ddl_commands() c join pg_inherits i on i.inhrelid = c.objid) then
+        perform megamcp.watch();    -- a temporary child: its rows are not its parent's
     end if;
 end $$;
 

@@ -33,8 +33,8 @@ create table megamcp.marks (
 -- A user's tables, and the relation under which each one's changes are logged.
 create view megamcp.tables as
 select c.oid, coalesce(pg_catalog.pg_partition_root(c.oid), c.oid) as root, c.relkind as kind, c.relpersistence as persistence,
-       not c.relispartition and c.relkind = 'r'
-         and exists (select from pg_catalog.pg_inherits i where c.oid in (i.inhrelid, i.inhparent)) as inherits
+       c.relkind = 'r' and exists (
+         select from pg_catalog.pg_inherits i where c.oid in (i.inhrelid, i.inhparent)) as inherits
   from pg_catalog.pg_class c
   join pg_catalog.pg_namespace n on n.oid = c.relnamespace
  where c.relkind in ('r', 'p') and c.relpersistence <> 't'
@@ -92,7 +92,9 @@ declare
     removed text := format(chunks, megamcp.image(root, 'x'), 'removed');
     added text := format(chunks, megamcp.image(root, 'x'), 'added');
 begin
-    if inherits then    -- a parent's transition table has children's rows without their own columns: row by row here
+    -- Row by row where tables inherit: a parent's transition table has children's rows without their own columns, and
+    -- nobody's has a row that MERGE moves to another partition.
+    if inherits then
         return format($f$
 begin
     perform megamcp.gate();
@@ -110,7 +112,7 @@ begin
         insert into megamcp.log (relation, removed) select %1$s, r.images from %2$s r;
     else
         insert into megamcp.log (relation, removed, added)
-        select %1$s, r.images, a.images from %2$s r join %3$s a using (chunk);
+        select %1$s, r.images, a.images from %2$s r full join %3$s a using (chunk);
     end if;
     return null;
 end $f$, root, removed, added);
@@ -126,7 +128,7 @@ declare
     fires text;
 begin
     for t in select x.*, x.oid::regclass as name, format('megamcp.%I', 'log_' || x.oid) as function
-               from megamcp.tables x order by x.oid loop
+               from megamcp.tables x where x.kind = 'r' order by x.oid loop
         if t.persistence = 'u' then
             raise exception using errcode = '0A000', message = format('table %s is UNLOGGED', t.name),
                 detail = 'After a crash of the server it would be empty, and a checkpoint of it untrue.',

@@ -228,7 +228,7 @@ $$;
 create function megamcp.apply(relation oid, doomed text[], wanted text[]) returns void
 language plpgsql volatile set search_path = pg_catalog, pg_temp set datestyle = 'ISO, YMD' set timezone = 'UTC'
 set intervalstyle = 'postgres' set extra_float_digits = 1 set bytea_output = 'hex' set xmloption = 'content'
-set lc_monetary = 'C' set enable_hashjoin = off set enable_mergejoin = off as $$
+set lc_monetary = 'C' set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off as $$
 declare
     name text := relation::regclass::text;
     one text := case when (select c.relkind from pg_class c where c.oid = relation) = 'r' then 'only ' else '' end || name;

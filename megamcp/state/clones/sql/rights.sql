@@ -85,6 +85,31 @@ begin
 end $do$;
 
 revoke all on pg_catalog.pg_largeobject_metadata from public;
+
+-- Every rollout works as mm_owner, and a role may give itself settings, which are the cluster's: nobody reads them.
+do $do$
+declare
+    v record;
+begin
+    set local allow_system_table_mods = on;
+    for v in
+        select c.oid::regclass as name, pg_get_viewdef(c.oid) as definition,
+               string_agg(case when a.attname in ('rolconfig', 'useconfig')
+                               then format('case when v.%I = session_user then v.%I end as %I',
+                                           case a.attname when 'rolconfig' then 'rolname' else 'usename' end, a.attname,
+                                           a.attname)
+                               else format('v.%I', a.attname) end, ', ' order by a.attnum) as columns
+          from pg_class c
+          join pg_attribute a on a.attrelid = c.oid and a.attnum > 0
+         where c.oid in ('pg_catalog.pg_roles'::regclass, 'pg_catalog.pg_user'::regclass)
+         group by c.oid
+    loop
+        execute format('create or replace view %s as select %s from (%s) v', v.name, v.columns, rtrim(v.definition, '; '));
+    end loop;
+    set local allow_system_table_mods = off;
+end $do$;
+revoke all on pg_catalog.pg_db_role_setting from public;
+
 grant execute on function megamcp.rewind(bigint), megamcp.apply(oid, text[], text[]), megamcp.rows_of(text[], anyelement),
     megamcp.plan(int8multirange), megamcp.net(int8multirange), megamcp.leap(bigint, boolean), megamcp.reachable(bigint),
     megamcp.way_back(bigint), megamcp.head(), megamcp.land(),

@@ -1,0 +1,86 @@
+"""What an audit of rollouts' databases found, each by the way that it was shown."""
+
+import asyncpg
+import pytest
+
+from tests.integration.databases.shop import Shop
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+RENAMED = "do $do$ begin execute $$alter role mm_owner set application_name = 'a secret'$$; end $do$"
+
+
+async def partitioned(shop: Shop) -> str:
+    rollout = await shop.one()
+    await shop.run(rollout, "create table part (k int primary key, v text) partition by range (k)")
+    await shop.run(rollout, "create table low partition of part for values from (0) to (10)")
+    await shop.run(rollout, "create table high partition of part for values from (10) to (100)")
+    await shop.run(rollout, "insert into part values (1, 'a'), (2, 'b')")
+    return rollout
+
+
+async def test_a_merge_that_moves_rows_between_partitions_is_rolled_back(shop: Shop) -> None:
+    rollout = await partitioned(shop)
+    point = await shop.checkpoint(rollout)
+    merge = "merge into part using (select 1 as k) s on part.k = s.k when matched then update set k = 15"
+    await shop.run(rollout, merge)
+    await shop.roll_back(rollout, point["id"])
+    assert await shop.read(rollout, "select k, v from part order by k") == [[1, "a"], [2, "b"]]
+
+
+async def test_a_row_that_a_trigger_keeps_from_arriving_in_a_partition_comes_back(shop: Shop) -> None:
+    rollout = await partitioned(shop)
+    await shop.run(rollout, "create function no() returns trigger language plpgsql as 'begin return null; end'")
+    await shop.run(rollout, "create trigger no before insert on high for each row execute function no()")
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "update part set k = 15 where k = 1")
+    await shop.roll_back(rollout, point["id"])
+    assert await shop.read(rollout, "select k from part order by k") == [[1], [2]]
+
+
+async def test_rows_of_a_temporary_child_are_not_the_parents(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "create table t (a int, b int)")
+    await shop.run(rollout, "insert into t values (1, 1)")
+    point = await shop.checkpoint(rollout)
+    connection = await asyncpg.connect((await shop.services.door.dsn(rollout, None))["dsn"])
+    async with connection.transaction():
+        await connection.execute("create temp table c () inherits (t)")
+        await connection.execute("insert into c values (7, 7)")
+        await connection.execute("delete from t where a = 7")
+    await connection.close()
+    await shop.roll_back(rollout, point["id"])
+    assert await shop.read(rollout, "select a, b from only t") == [[1, 1]]
+
+
+async def test_settings_of_the_role_that_all_rollouts_share_are_read_by_nobody(shop: Shop) -> None:
+    one, two = await shop.open(2)
+    await shop.run(one, RENAMED)
+    for view in ("pg_roles where rolconfig::text ~ 'secret'", "pg_user where useconfig::text ~ 'secret'"):
+        assert await shop.read(two, f"select count(*) from {view}") == [[0]]
+    connection = await asyncpg.connect((await shop.services.door.dsn(two, None))["dsn"])
+    with pytest.raises(asyncpg.InsufficientPrivilegeError):
+        await connection.fetch("select * from pg_db_role_setting")
+    await connection.close()
+
+
+async def test_numbers_drawn_in_advance_do_not_outlive_a_rollback(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "create sequence s cache 10")
+    connection = await asyncpg.connect((await shop.services.door.dsn(rollout, None))["dsn"])
+    assert await connection.fetchval("select nextval('s')") == 1
+    point = await shop.checkpoint(rollout)
+    await connection.fetchval("select nextval('s')")
+    await shop.roll_back(rollout, point["id"])
+    again = [await connection.fetchval("select nextval('s')"), (await shop.run(rollout, "select nextval('s')"))[0][0]]
+    assert again[0] != again[1]
+    await connection.close()
+
+
+async def test_many_rows_of_a_table_that_was_analyzed_empty_are_rolled_back(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "create table big (id int primary key, v text)")
+    await shop.run(rollout, "analyze big")
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "insert into big select n, 'x' from generate_series(1, 20000) n")
+    await shop.roll_back(rollout, point["id"])
+    assert await shop.read(rollout, "select count(*) from big") == [[0]]
