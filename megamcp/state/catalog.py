@@ -25,6 +25,7 @@ class Column:
     sequence: str | None  # the sequence that an identity column draws from
     collation: str | None  # quoted, only where it differs from the type's
     equal_class: str | None = None  # operator class for a key-led index, where there is one for the base type
+    base_type: str | None = None  # below all domains
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,7 @@ async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
                 sequence=row["sequence"] if row["identity"] else None,
                 collation=row["collation"],
                 equal_class=row["equal_class"],
+                base_type=row["base_type"],
             )
         )
     foreign_keys = await conn.fetch(_SQL["foreign_keys"], schema)

@@ -235,7 +235,8 @@ def _conflict(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     columns += [("_mm_arbiters", "text[]"), ("_mm_found", row_type), ("_mm_wanted", "boolean"), ("_mm_sets", "text[]")]
     fixed = triggers.fixed(table)
     settable = [(number, c) for number, c in enumerate(table.columns) if c not in fixed]
-    columns += [(set_column(number), column.type) for number, column in settable]
+    # Without its domains, whose checks are for values that are written: they are met when the row takes the value.
+    columns += [(set_column(number), column.base_type or column.type) for number, column in settable]
 
     hits = "".join(
         f"  if {literal(key.name)} = any (_mm_row._mm_arbiters) and not _mm_hit then\n"

@@ -59,6 +59,8 @@ class Cluster:
         self.reflink = False
         self._access = Access(name, dsn, admin_connections)
         self._cloning = asyncio.Lock()
+        # Each holds a connection while it waits for its source, and needs another one to copy.
+        self._live_copies = asyncio.Semaphore(max(1, admin_connections // 4))
         self._folder: str | None = None
 
     async def open(self, control: str | None = None) -> None:
@@ -169,23 +171,10 @@ class Cluster:
         """
         self._check(target)
         async with self._one_at_a_time() as connection:
-            sealed = await self._sealed(connection, source_name)
-            if await exists(connection, target):
-                raise Conflict(f"There is a database {target} already.", code="database_exists")
-            try:
-                if not sealed:
-                    try:
-                        await self._drain(connection, source_name, patience_s, on_busy)
-                    except Conflict:  # unless another gateway has sealed it meanwhile, for good
-                        if not (sealed := await self._sealed(connection, source_name)):
-                            raise
-                await failpoint("clone.drained")
+            if sealed := await self._sealed(connection, source_name):
                 await self._copy(connection, source_name, target)
-            finally:
-                if not sealed:
-                    await asyncio.shield(
-                        connection.execute(f"alter database {ident(source_name)} with allow_connections true")
-                    )
+        if not sealed:
+            await self._copy_live(source_name, target, patience_s, on_busy)
         # What follows is the copy's own business; the next one may be made meanwhile.
         await failpoint("clone.created")
         async with self._access.maintenance() as connection:
@@ -315,7 +304,31 @@ class Cluster:
 
     # -- steps ---------------------------------------------------------------------------------------
 
+    async def _copy_live(self, source_name: str, target: str, patience_s: float, on_busy: OnBusy | None) -> None:
+        """Copy a database that is in use. It is waited for before the others are kept waiting."""
+        async with self._live_copies, contextlib.AsyncExitStack() as stack:
+            try:
+                held = await stack.enter_async_context(self.hold(source_name, patience_s=patience_s, on_busy=on_busy))
+            except Conflict:  # unless another gateway has sealed it meanwhile, for good
+                async with self._one_at_a_time() as connection:
+                    if not await self._sealed(connection, source_name):
+                        raise
+                    await self._copy(connection, source_name, target)
+                return
+            async with self._one_at_a_time() as connection:
+                try:
+                    await self._close(connection, source_name, held)
+                    await stack.aclose()
+                    await self._end_sessions(connection, source_name, [])
+                    await failpoint("clone.drained")
+                    await self._copy(connection, source_name, target)
+                finally:
+                    reopen = f"alter database {ident(source_name)} with allow_connections true"
+                    await asyncio.shield(connection.execute(reopen))
+
     async def _copy(self, connection: Any, source_name: str, target: str) -> None:
+        if await exists(connection, target):
+            raise Conflict(f"There is a database {target} already.", code="database_exists")
         try:
             await connection.execute(f"set file_copy_method = {'clone' if self.reflink else 'copy'}")
             await connection.execute(
@@ -354,11 +367,14 @@ class Cluster:
     async def _drain(self, connection: Any, name: str, patience_s: float, on_busy: OnBusy | None) -> None:
         """Wait for the work that is open, let nobody in, end every session."""
         async with self.hold(name, patience_s=patience_s, on_busy=on_busy) as held:
-            # Under the lock, so that who is ended has nothing open, or waits for its turn and has done nothing yet.
-            await connection.execute(f"alter database {ident(name)} with allow_connections false")
-            await failpoint("drain.closed")
-            await self._end_sessions(connection, name, [held.connection.get_server_pid()])
+            await self._close(connection, name, held)
         await self._end_sessions(connection, name, [])
+
+    async def _close(self, connection: Any, name: str, held: Inside) -> None:
+        """Under the lock, so that who is ended has nothing open, or waits for its turn and has done nothing yet."""
+        await connection.execute(f"alter database {ident(name)} with allow_connections false")
+        await failpoint("drain.closed")
+        await self._end_sessions(connection, name, [held.connection.get_server_pid()])
 
     async def _shut(self, connection: Any, name: str) -> None:
         """The same without waiting for anybody."""

@@ -5,6 +5,10 @@ select c.relname, a.attname, format_type(a.atttypid, a.atttypmod) as type, a.att
        a.attgenerated::text as generated, pg_get_expr(d.adbin, d.adrelid) as expression,
        (select 'megamcp.' || o.opcname from pg_opclass o where o.opcnamespace = 'megamcp'::regnamespace and o.opcname = case b.typname
           when 'varchar' then 'text' else b.typname end || '_equal') as equal_class,
+       (with recursive below(id, typmod, n) as (
+          select a.atttypid, a.atttypmod, 0
+          union all select x.typbasetype, x.typtypmod, n + 1 from below join pg_type x on x.oid = below.id where x.typtype = 'd')
+        select format_type(id, typmod) from below order by n desc limit 1) as base_type,
        case when a.attcollation <> t.typcollation then quote_ident(cn.nspname) || '.' || quote_ident(co.collname) end as collation,
        (select s.relname from pg_depend p join pg_class s on s.oid = p.objid and s.relkind = 'S'
         where p.refobjid = c.oid and p.refobjsubid = a.attnum and p.deptype = 'i' and p.classid = 'pg_class'::regclass limit 1) as sequence

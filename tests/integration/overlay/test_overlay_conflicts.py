@@ -131,3 +131,21 @@ def test_a_key_over_an_operator_is_met(compare: Callable[..., None]) -> None:
             "insert into t values ('{}', 3) on conflict (b, (b + 1)) where b > 0 do update set b = 4 returning *",
         ],
     )
+
+
+def test_a_domain_is_checked_only_where_the_row_is_updated(compare: Callable[..., None]) -> None:
+    """Found by the random search: the value for SET met its domain though nothing was in the way."""
+    compare(
+        "create domain score as int not null check (value > 0); create domain high as score check (value < 100);"
+        " create table t (id int primary key, o score default 5, h high default 7);",
+        ["t"],
+        ["insert into t values (1, 1)"],
+        [
+            "insert into t (id) values (2) on conflict (id) do update set o = -1 returning *",
+            "insert into t (id) values (2) on conflict (id) do update set o = -1",
+            "insert into t (id) values (2) on conflict (id) do update set h = 500 returning *",
+            "insert into t (id) values (2) on conflict (id) do update set h = 50, o = 3 where t.o > 9 returning *",
+            "insert into t (id) values (2) on conflict (id) do update set o = null",
+            "insert into t (id) values (3) on conflict (id) do update set o = null returning *",
+        ],
+    )
