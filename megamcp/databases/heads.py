@@ -303,8 +303,7 @@ class Databases:
         await self._copy(cluster, point.database, name)
         async with cluster.inside(name) as inside:
             split = await inside.position()
-            if await inside.reachable(point.position):
-                await inside.rewind(point.position)
+            if await inside.go_back(point.position):
                 return {**lineage, point.database: split}
         # DDL came after it. What a sealed copy or the source holds can be played on: nothing such lies between.
         sealed, after = point.sealed, point.sealed_position
@@ -335,10 +334,10 @@ class Databases:
         async with cluster.hold(name, patience_s=patience_s, on_busy=tell) as inside:
             if (bound := await inside.bound()) is not None and bound.epoch >= epoch:
                 reached = True  # another process, or this one before it was killed
-            elif reached := await inside.reachable(position):
+            else:
                 await cluster.mend_logins(name, self.password)
-                await inside.rewind(position)
-                await inside.bind(rollout, server, epoch)
+                if reached := await inside.go_back(position):
+                    await inside.bind(rollout, server, epoch)
         await failpoint("database.rewound")
         if reached:
             await self._store.value(sql.SETTLED, name, position)

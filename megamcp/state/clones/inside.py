@@ -4,6 +4,7 @@ Works on a connection of the superuser that reads and writes schema megamcp alon
 by the database's hand (see `logins`): putting rows in, and turning them into JSON, may run functions of the user's.
 """
 
+import logging
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -19,6 +20,8 @@ from megamcp.state.schema import TableDiff
 _FREEZE = """select m.*, (select o.sum from megamcp.marks o where o.position = 0) as origin,
     array(select c.nonce from megamcp.calls c, megamcp.here h where c.id > $1 and c.rollout = h.rollout) as nonces
   from megamcp.mark() m"""
+
+log = logging.getLogger(__name__)
 
 HandSession = Callable[[], AbstractAsyncContextManager[asyncpg.Connection]]
 
@@ -104,6 +107,19 @@ class Inside:
         else:
             await self.connection.execute("select megamcp.leap($1, true)", position)
         await self.connection.execute("select megamcp.restore_sequences($1)", position)
+
+    async def go_back(self, position: int) -> bool:
+        """`rewind`, if it can be done: False where DDL came after, or where the rows can't be put back any more."""
+        if not await self.reachable(position):
+            return False
+        try:
+            await self.rewind(position)
+        except Conflict as error:
+            if error.code != "not_exact":
+                raise
+            log.warning("database can't go back to position %d row by row: %s", position, error)
+            return False
+        return True
 
     async def redo(self, source: "Inside", after: int, upto: int) -> None:
         """Bring this database from the state that `source` had at `after` to the one that it had at `upto`.

@@ -84,3 +84,17 @@ async def test_many_rows_of_a_table_that_was_analyzed_empty_are_rolled_back(shop
     await shop.run(rollout, "insert into big select n, 'x' from generate_series(1, 20000) n")
     await shop.roll_back(rollout, point["id"])
     assert await shop.read(rollout, "select count(*) from big") == [[0]]
+
+
+async def test_a_rollout_whose_rows_can_not_be_put_back_gets_a_copy_instead(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "create table t (a int primary key)")
+    await shop.run(rollout, "revoke delete on t from mm_owner")
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "insert into t values (1)")
+    await shop.roll_back(rollout, point["id"])
+    assert await shop.read(rollout, "select count(*) from t") == [[0]]
+    await shop.run(rollout, "insert into t values (2)")
+    fork = (await shop.fork(point["id"]))[0]
+    assert await shop.read(fork, "select count(*) from t") == [[0]]
+    assert await shop.read(rollout, "select a from t") == [[2]]
