@@ -127,7 +127,7 @@ class Soak:
 
     async def request(self, method: str, path: str, body: Any = None, gone: bool = False) -> Any:
         """Repeat until it is answered with success."""
-        end, last = time.monotonic() + 120, ""
+        end, last = time.monotonic() + 300, ""
         while time.monotonic() < end:
             await self.castle.raise_again()
             try:
@@ -242,7 +242,7 @@ class Soak:
         victims = ["gateway", "tool server", "tool server", "postgres", "state cluster", "state cluster", "failpoint"]
         while not done.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), self.dice.uniform(1, 6))
+                await asyncio.wait_for(done.wait(), self.dice.uniform(3, 9))
             victim = self.dice.choice(victims)
             if victim == "failpoint":
                 turn = self.dice.choice([1, 1, 2, 3])

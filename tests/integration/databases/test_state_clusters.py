@@ -151,7 +151,7 @@ async def test_a_cluster_whose_connections_are_used_up(postgres_dsn: str, scratc
 @pytest.fixture
 def small_disk(scratch_folder: Path) -> Iterator[Path]:
     """A file system of 200 MB."""
-    folder, image = scratch_folder / "small", scratch_folder / "small.img"
+    folder, image = scratch_folder / "small-disk", scratch_folder / "small-disk.img"
     folder.mkdir()
     try:
         if os.geteuid() != 0:

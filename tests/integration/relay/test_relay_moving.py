@@ -46,7 +46,7 @@ async def asyncpg_pool(home: House, enough: asyncio.Event, done: list[tuple[str,
 
         async def work(who: str) -> None:
             n = 0
-            while not enough.is_set():
+            while not enough.is_set() or len(done) <= MOVES:
                 n += 1
                 if n % 2:
                     async with pool.acquire() as connection, connection.transaction():
@@ -66,7 +66,7 @@ async def asyncpg_kept(home: House, enough: asyncio.Event, done: list[tuple[str,
         connection = await asyncpg.connect(**home.connect)
         statement = await connection.prepare("insert into ledger (who, n) values ($1, $2) returning n")
         n = 0
-        while not enough.is_set():
+        while not enough.is_set() or len(done) <= MOVES:
             n += 1
             assert await statement.fetchval(who, n) == n
             done.append((who, n))
@@ -79,7 +79,7 @@ async def psycopg_pipeline(home: House, enough: asyncio.Event, done: list[tuple[
     async def work(who: str) -> None:
         async with await psycopg.AsyncConnection.connect(home.dsn, autocommit=True, prepare_threshold=1) as connection:
             n = 0
-            while not enough.is_set():
+            while not enough.is_set() or len(done) <= MOVES:
                 async with connection.pipeline() as pipeline:
                     for _ in range(5):
                         n += 1
@@ -94,7 +94,7 @@ async def psycopg_pipeline(home: House, enough: asyncio.Event, done: list[tuple[
 async def psycopg_transactions(home: House, enough: asyncio.Event, done: list[tuple[str, int]]) -> None:
     async with await psycopg.AsyncConnection.connect(home.dsn, prepare_threshold=0) as connection:
         n = 0
-        while not enough.is_set():
+        while not enough.is_set() or len(done) <= MOVES:
             n += 1
             async with connection.transaction():
                 await connection.execute("insert into ledger (who, n) values ('a', %s)", (n,))
@@ -107,7 +107,7 @@ async def psycopg_transactions(home: House, enough: asyncio.Event, done: list[tu
 async def psycopg_copy(home: House, enough: asyncio.Event, done: list[tuple[str, int]]) -> None:
     async with await psycopg.AsyncConnection.connect(home.dsn, autocommit=True) as connection:
         n = 0
-        while not enough.is_set():
+        while not enough.is_set() or len(done) <= MOVES:
             first = n + 1
             async with connection.cursor().copy("copy ledger (who, n) from stdin") as copy:
                 for _ in range(50):
@@ -123,7 +123,7 @@ async def sqlalchemy_engine(home: House, enough: asyncio.Event, done: list[tuple
 
     async def work(who: str) -> None:
         n = 0
-        while not enough.is_set():
+        while not enough.is_set() or len(done) <= MOVES:
             n += 1
             async with engine.begin() as connection:
                 await connection.execute(text("insert into ledger (who, n) values (:who, :n)"), {"who": who, "n": n})
@@ -165,7 +165,7 @@ async def test_a_mover_without_patience_costs_open_transactions_only(home: House
 
     async def work(who: str) -> None:
         connection, n = await asyncpg.connect(**home.connect), 0
-        while not enough.is_set():
+        while not enough.is_set() or len(done) <= MOVES:
             n += 1
             try:
                 async with connection.transaction():
