@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parent
 # In this order: the second and third take from everyone what they need not execute, the second grants the rest by name.
 FUNCTIONS = (
     PACKAGE / "state" / "sql" / "state.sql",
+    PACKAGE / "sql" / "handles.sql",
     PACKAGE / "sql" / "control.sql",
     PACKAGE / "sql" / "hardening.sql",
 )

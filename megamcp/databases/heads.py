@@ -190,7 +190,7 @@ class Databases:
             name = await self._plan(stack, cluster, server, environment, rollout, origin["lineage"])
             if name is None:
                 return None
-            found = await self._copy_at(cluster, _point(origin), name, server, environment, origin["lineage"])
+            found = await self._copy_at(cluster, point_of(origin), name, server, environment, origin["lineage"])
             return cluster, name, found
         source = await self.sources.ready(server, environment)
         cluster = await self.clusters.named(source.cluster)
@@ -223,10 +223,10 @@ class Databases:
         if point is None:
             cluster = await self.clusters.named(source.cluster)
         else:
-            row = await self._store.row("select cluster from megamcp.databases where name = $1", point.database)
-            if row is None:
+            at = await self._store.value(sql.CLUSTER_OF, point.database)
+            if at is None:
                 raise Gone("The database of this point is gone.", code="state_lost")
-            cluster = await self.clusters.named(row["cluster"])
+            cluster = await self.clusters.named(at)
         async with contextlib.AsyncExitStack() as stack:
             name = await self._plan(stack, cluster, server, environment, None, lineage, "view")
             assert name is not None
@@ -417,7 +417,7 @@ class Databases:
                         origin = await connection.fetchrow(sql.SNAPSHOT, row["checkpoint"], server.name)
                         if origin is not None:
                             known = row["sums"].get(server.name)
-                            points[server.name] = _point(origin, None if known is None else int(known, 16))
+                            points[server.name] = point_of(origin, None if known is None else int(known, 16))
                     continue
                 points[server.name] = await self._freeze(stack, connection, row, environment, server, head, patience_s)
             yield points
@@ -478,7 +478,8 @@ class Databases:
                 await connection.execute(sql.RECORD, *call_arguments(call), False)
 
 
-def _point(row: asyncpg.Record, total: int | None = None) -> Point:
+def point_of(row: asyncpg.Record, total: int | None = None) -> Point:
+    """The point of a row of `megamcp.snapshots`."""
     return Point(row["database"], row["position"], row["sealed"], row["sealed_position"], total)
 
 

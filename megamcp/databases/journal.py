@@ -85,15 +85,16 @@ MOVE = """with target as (
 update megamcp.databases d
    set rewind_to = case when d.status = 'ready' then t.position end,
        rollout = case when d.status = 'ready' and t.position is not null then d.rollout end
-  from target t where d.name = t.name returning d.name, d.cluster, d.rollout is null as abandoned"""
+  from target t where d.name = t.name"""
 
 # A rollout ends: its databases are nobody's.
-LEAVE = "update megamcp.databases set rollout = null, rewind_to = null where rollout = $1 returning name, cluster"
+LEAVE = "update megamcp.databases set rollout = null, rewind_to = null where rollout = $1"
 
 ABANDON = "update megamcp.databases set rollout = null, rewind_to = null where name = $1 and rollout = $2"
 
 SETTLED = "update megamcp.databases set rewind_to = null where name = $1 and rewind_to = $2"
 
+CLUSTER_OF = "select cluster from megamcp.databases where name = $1"
 COLLECTED_UPTO = "select collected from megamcp.databases where name = $1"
 
 # The journal's row of a call that was recorded inside a database.

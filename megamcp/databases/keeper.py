@@ -164,7 +164,7 @@ class Keeper:
         self._swept = time.monotonic()
         dropped = 0
         for cluster in self._databases.clusters.opened:
-            there = {name for name in await cluster.names() if name.startswith(self._databases.sources.prefix)}
+            there = await cluster.names(self._databases.sources.prefix)
             known = {row["name"] for row in await self._store.rows(sql.NAMES, cluster.name)}
             for name in there - known:
                 log.warning("database %s belongs to nothing and is dropped", name)

@@ -15,7 +15,7 @@ import asyncpg
 
 from megamcp import state
 from megamcp.databases import journal as sql
-from megamcp.databases.heads import Databases, Place, Point
+from megamcp.databases.heads import Databases, Place, Point, point_of
 from megamcp.environments import LoadedEnvironment, LoadedServer
 from megamcp.errors import Conflict
 from megamcp.state.clones import Inside
@@ -64,8 +64,7 @@ class Reads:
         if checkpoint is not None:
             row = await self._store.row(sql.SNAPSHOT, checkpoint, server.name)
             if row is not None:
-                point = Point(row["database"], row["position"], row["sealed"], row["sealed_position"])
-                return Spot(server, environment, None, row["cluster"], point, row["lineage"])
+                return Spot(server, environment, None, row["cluster"], point_of(row), row["lineage"])
         return Spot(server, environment, None, None, None)
 
     async def total(self, spot: Spot) -> tuple[int, dict[str, int]]:

@@ -74,12 +74,6 @@ class Cluster:
             self.reflink = await fitness.shares_blocks(
                 connection, self.name, Path(self._folder) if self._access.is_local else None
             )
-        if not self.reflink:
-            log.warning(
-                "state cluster %s: its file system can't share blocks between files (reflink), so every clone is a full"
-                " copy; XFS and btrfs can",
-                self.name,
-            )
 
     async def close(self) -> None:
         """Close every connection."""

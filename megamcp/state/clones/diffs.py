@@ -40,17 +40,6 @@ async def by_table(hand: asyncpg.Connection, plan: Sequence[Any], limit: int) ->
     return dict(sorted(found.items()))
 
 
-def inverse(diff: TableDiff) -> TableDiff:
-    """The same diff read the other way."""
-    return TableDiff(
-        added=diff.removed,
-        removed=diff.added,
-        changed=tuple(Change(change.after, change.before) for change in diff.changed),
-        total=diff.total,
-        truncated=diff.truncated,
-    )
-
-
 def _query(shape: Any, limit: int) -> str:
     """Query over ($1 images before, $2 images after): pairs of rows with one key. Rows without a key never pair."""
     columns = [ident(name) for name in shape["columns"]]

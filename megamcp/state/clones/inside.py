@@ -15,7 +15,7 @@ import asyncpg
 from megamcp.errors import Conflict
 from megamcp.state.clones import diffs
 from megamcp.state.clones.types import Bound, CallRow, Mark
-from megamcp.state.schema import TableDiff
+from megamcp.state.schema import MODULUS, TableDiff
 
 _FREEZE = """select m.*, (select o.sum from megamcp.marks o where o.position = 0) as origin,
     array(select c.nonce from megamcp.calls c, megamcp.here h where c.id > $1 and c.rollout = h.rollout) as nonces
@@ -59,15 +59,13 @@ class Inside:
 
     async def mark(self) -> Mark:
         """A position to come back to: the last one where nothing happened since."""
-        row = await self.connection.fetchrow("select * from megamcp.mark()")
-        total = None if row["sum"] is None else int(row["sum"])
-        return Mark(row["position"], row["written"], row["exact"], total, row["call"])
+        return _mark(await self.connection.fetchrow("select * from megamcp.mark()"))
 
     async def freeze(self, after: int) -> tuple[Mark, int | None, list[uuid.UUID]]:
         """A mark; the sum of what differs from the source; nonces of its rollout's calls with an id above `after`."""
         row = await self.connection.fetchrow(_FREEZE, after)
-        total = None if row["sum"] is None else (int(row["sum"]) - int(row["origin"])) % (1 << 128)
-        mark = Mark(row["position"], row["written"], row["exact"], row["sum"] and int(row["sum"]), row["call"])
+        mark = _mark(row)
+        total = None if mark.digest is None else (mark.digest - int(row["origin"])) % MODULUS
         return mark, total, row["nonces"]
 
     async def bind(self, rollout: str, server: str, epoch: int) -> None:
@@ -163,7 +161,7 @@ class Inside:
             return {}
         async with self._hand() as hand, hand.transaction(readonly=True):
             found = await diffs.by_table(hand, plan, limit)
-        return found if a <= b else {name: diffs.inverse(one) for name, one in found.items()}
+        return found if a <= b else {name: one.reversed() for name, one in found.items()}
 
     async def calls(self, after: int) -> list[CallRow]:
         """Calls with an id above `after`, in order."""
@@ -194,6 +192,11 @@ class Inside:
     async def sequences(self) -> dict[str, int]:
         """The value that each sequence handed out last."""
         return {row["name"]: row["value"] for row in await self.connection.fetch(_SEQUENCES)}
+
+
+def _mark(row: asyncpg.Record) -> Mark:
+    total = None if row["sum"] is None else int(row["sum"])
+    return Mark(row["position"], row["written"], row["exact"], total, row["call"])
 
 
 async def _exactly(work: Any) -> None:

@@ -19,12 +19,13 @@ from megamcp.state.clones import logins
 from megamcp.state.clones.types import Keys
 from megamcp.state.names import ident
 
-ORDER = ("log", "calls", "ddl", "marks", "rights", "events")
+ORDER = ("log", "calls", "handles", "ddl", "marks", "rights", "events")
 
 
 def sql(name: str) -> str:
-    """A file of `sql/`."""
-    return files("megamcp.state.clones").joinpath("sql", f"{name}.sql").read_text(encoding="utf-8")
+    """A file of `sql/`; the check of handles is the control plane's own."""
+    package = "megamcp" if name == "handles" else "megamcp.state.clones"
+    return files(package).joinpath("sql", f"{name}.sql").read_text(encoding="utf-8")
 
 
 async def fill(

@@ -58,42 +58,6 @@ create index on megamcp.calls (idempotency_key, id) where idempotency_key is not
 create table megamcp.open_calls (nonce uuid primary key, started_at timestamptz not null default clock_timestamp());
 create table megamcp.ended_calls (nonce uuid primary key, reason text not null);
 
-create function megamcp.refuse(state text, code text, message text) returns void
-language plpgsql set search_path = pg_catalog, pg_temp as $$
-begin
-    raise exception using errcode = state, message = message,
-        detail = json_build_object('code', code, 'message', message)::text;
-end $$;
-
--- v1.<rollout>.<server>.<epoch>.<mode>.<nonce>.<deadline ms>.<key hex>.<fingerprint hex>.<point>.<mac hex>
-create function megamcp.open_handle(token text) returns megamcp.handle
-language plpgsql stable set search_path = pg_catalog, pg_temp as $$
-declare
-    part text[] := string_to_array(token, '.');
-    mac bytea;
-    h megamcp.handle;
-begin
-    if token is null or length(token) > 4096 or array_length(part, 1) is distinct from 11 or part[1] <> 'v1'
-       or part[11] !~ '^[0-9a-f]{64}$' then
-        perform megamcp.refuse('MM401', 'handle_forged', 'This is not a state handle of this gateway.');
-    end if;
-    select sha256(k.outer_pad || sha256(k.inner_pad || convert_to(left(token, length(token) - 65), 'UTF8'))) into mac
-      from megamcp.keys k where k.name = 'handle';
-    if mac is distinct from decode(part[11], 'hex') then
-        perform megamcp.refuse('MM401', 'handle_forged', 'The state handle''s signature is wrong.');
-    end if;
-    h.rollout := part[2];
-    h.server := part[3];
-    h.epoch := part[4]::integer;
-    h.mode := part[5];
-    h.nonce := part[6]::uuid;
-    h.deadline := to_timestamp(part[7]::double precision / 1000);
-    h.key := case when part[8] = '' then null else convert_from(decode(part[8], 'hex'), 'UTF8') end;
-    h.fingerprint := decode(part[9], 'hex');
-    h.point := nullif(part[10], '');
-    return h;
-end $$;
-
 -- By this lock the gateway finds the backend of a call that it has to end, whatever the call's own SQL does to its name.
 create function megamcp.call_lock(nonce uuid) returns bigint
 language sql immutable parallel safe set search_path = pg_catalog, pg_temp
