@@ -191,8 +191,11 @@ class Soak:
         held.items.pop(key, None)
 
     def _line(self, held: Held, kind: str, number: int, key: str, value: str | None) -> None:
-        """Numbers have no gaps; but PostgreSQL's own sequences skip up to 32 when PostgreSQL is killed."""
-        most = held.next_line + (33 * self.castle.kills.get("state cluster", 0) if kind == "own" else 0)
+        """Numbers have no gaps; but PostgreSQL's own sequences don't take back what a call drew that was cut off (one a
+        kill, and a kill is counted when it is over), and skip up to 32 when PostgreSQL is killed."""
+        kills = self.castle.kills
+        skipped = sum(kills.values()) + 1 + 32 * kills.get("state cluster", 0)
+        most = held.next_line + (skipped if kind == "own" else 0)
         assert held.next_line <= number <= most, (kind, number, held.next_line)
         held.lines.append([number, key, value])
         held.next_line = number + 1
