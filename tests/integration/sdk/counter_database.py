@@ -10,17 +10,13 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import asyncpg
 from sqlalchemy.engine import make_url
 
 from megamcp.handles import Mode, Signer, fingerprint, new_id
-
-ROOT = Path(__file__).parents[3]
-REVISIONS = sorted((ROOT / "migrations" / "sql").glob("*.sql"))
-SQL = (*REVISIONS, ROOT / "megamcp/state/sql/state.sql", ROOT / "megamcp/sql/control.sql")
+from megamcp.migrate import migrate
 
 TABLES = """
 create schema v_test;
@@ -100,11 +96,7 @@ async def counter_database(server_dsn: str) -> AsyncIterator[CounterDatabase]:
     url = make_url(server_dsn).set(database=name)
     admin = await asyncpg.connect(url.render_as_string(hide_password=False))
     try:
-        await admin.execute("create schema megamcp")
-        for path in SQL:
-            await admin.execute(path.read_text())
-        secret = secrets.token_bytes(32)
-        await admin.execute("insert into megamcp.keys values ('handle', $1, $2, $3)", *Signer.pads(secret), secret)
+        signer = await migrate(url.render_as_string(hide_password=False))
         await admin.execute(TABLES)
         await admin.execute(f"""
             create role {role} login password '{password}';
@@ -124,7 +116,7 @@ async def counter_database(server_dsn: str) -> AsyncIterator[CounterDatabase]:
             role,
         )
         dsn = url.set(username=role, password=password).render_as_string(hide_password=False)
-        yield CounterDatabase(dsn, admin, Signer(secret), environment)
+        yield CounterDatabase(dsn, admin, signer, environment)
     finally:
         await admin.close()
         await outside.execute(f"drop database {name} with (force)")

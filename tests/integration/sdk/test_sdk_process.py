@@ -18,7 +18,9 @@ from mcp import Client as McpClient
 from mcp.client.streamable_http import streamable_http_client
 
 from tests.integration.sdk.conftest import Client
-from tests.integration.sdk.counter_database import ROOT, CounterDatabase
+from tests.integration.sdk.counter_database import CounterDatabase
+
+ROOT = Path(__file__).parents[3]
 
 ENTRY = "tests.integration.sdk.counter_server:server"
 
