@@ -15,11 +15,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-import asyncpg
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from megamcp import __version__, metrics
+from megamcp import __version__, metrics, outages
 from megamcp.api import router, stranger
 from megamcp.bodies import StrictBodies
 from megamcp.dataplane import Dataplane
@@ -131,7 +130,7 @@ def add_health(app: FastAPI) -> None:
         services: Services = request.app.state.services
         try:
             environments = await asyncio.wait_for(services.environments.all(), 5)
-        except (MegaMCPError, asyncpg.PostgresError, OSError, TimeoutError) as error:
+        except (MegaMCPError, *outages.DRIVER) as error:
             response.status_code = 503
             return {"status": "unavailable", "database": str(error) or type(error).__name__}
         return {

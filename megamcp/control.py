@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import asyncpg
 
+from megamcp import outages
 from megamcp import store as sql
 from megamcp.databases import Databases, Door, Place
 from megamcp.databases.journal import RECORD
@@ -90,7 +91,7 @@ class Instance:
                 self._held.set()
                 await lost.wait()
                 log.warning("lost the instance connection; making a new one")
-            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            except outages.DRIVER as error:
                 log.warning("no instance connection: %s", error)
                 await asyncio.sleep(0.2)
             finally:

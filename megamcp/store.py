@@ -14,6 +14,7 @@ from typing import Any
 
 import asyncpg
 
+from megamcp import outages
 from megamcp.connections import Connections, reusable
 from megamcp.errors import (
     BadRequest,
@@ -322,12 +323,11 @@ def translate(error: BaseException) -> MegaMCPError | None:
             return BadRequest("Text holds a NUL character, which PostgreSQL can't store.", code="nul_character")
         if state[:2] == "22":  # every statement here is our own: only a value of the caller's can be at fault
             return BadRequest(f"A value is out of range: {error}.", code="value_out_of_range")
-    if isinstance(error, OSError | asyncpg.InterfaceError | TimeoutError):
+    if isinstance(error, asyncpg.DataError):
+        return BadRequest(f"A value is out of range: {error}.", code="value_out_of_range")
+    if isinstance(error, outages.BROKEN):
         return Unavailable("The database is away.", code="database_unavailable", hint="Try again in a moment.")
     return None
-
-
-_FOREIGN = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError)
 
 
 @contextmanager
@@ -335,7 +335,7 @@ def translated() -> Any:
     """Raise this project's errors instead of PostgreSQL's."""
     try:
         yield
-    except _FOREIGN as error:
+    except outages.DRIVER as error:
         known = translate(error)
         if known is None:
             raise
@@ -403,7 +403,7 @@ class Store:
             connection = await self._take(10)
             result = await getattr(connection, fetch)(query, *arguments)
             clean = True
-        except _FOREIGN as error:
+        except outages.DRIVER as error:
             known = translate(error)
             if known is None:
                 raise

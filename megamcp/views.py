@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from megamcp import outages
 from megamcp import types as t
 from megamcp.bodies import problem
 from megamcp.environments import LoadedEnvironment
@@ -110,10 +111,11 @@ def add_error_handlers(app: FastAPI) -> None:
     async def bug(request: Request, error: Exception) -> Response:
         return problem(MegaMCPError("The gateway failed; its log says more.", code="internal"), request)
 
-    @app.exception_handler(asyncpg.PostgresError)
-    @app.exception_handler(OSError)
     async def database(request: Request, error: Exception) -> Response:
         known = translate(error)
         if known is None:
             raise error
         return problem(known, request)
+
+    for kind in outages.DRIVER:
+        app.exception_handler(kind)(database)

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 import asyncpg
 
+from megamcp import outages
 from megamcp.errors import Gone, Unavailable
 from megamcp.postgres import EmbeddedPostgres
 from megamcp.settings import Settings
@@ -149,7 +150,7 @@ async def _identifier(url: str) -> tuple[str, str]:
     """What tells this cluster from all others, and the database's name. Raises `Unavailable`."""
     try:
         connection = await asyncpg.connect(url, timeout=10)
-    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+    except outages.DRIVER as error:
         raise Unavailable(
             f"A state cluster can't be reached: {type(error).__name__}: {error}".rstrip(": "),
             code="state_cluster_unreachable",

@@ -20,6 +20,7 @@ from typing import Any
 
 import asyncpg
 
+from megamcp import outages
 from megamcp.databases import journal as sql
 from megamcp.databases.clusters import Clusters
 from megamcp.databases.sources import Sources
@@ -136,9 +137,7 @@ class Databases:
             elif head["orphaned"]:  # its maker died; the keeper drops what there is of it
                 await self._store.value(sql.ABANDON, head["name"], rollout)
             if time.monotonic() > give_up:
-                raise DeadlineExceeded(
-                    f"The database of rollout {rollout} is not ready yet.", code="database_not_ready"
-                )
+                raise DeadlineExceeded(f"Rollout {rollout} has no database yet.", code="database_not_ready")
             if head is not None:
                 await asyncio.sleep(_MADE_ELSEWHERE_S)
 
@@ -343,7 +342,7 @@ class Databases:
             await self._store.value(sql.SETTLED, name, position)
             return True
         await self._store.value(sql.ABANDON, name, rollout)
-        with contextlib.suppress(asyncpg.PostgresError, OSError):  # else the keeper does it
+        with contextlib.suppress(*outages.DRIVER):  # else the keeper does it
             await self.retire(cluster, name)
         return False
 
@@ -387,7 +386,7 @@ class Databases:
                 if head is not None and head["status"] == "ready" and head["rewind_to"] is not None:
                     try:
                         await self._carry_out(rollout, server.name, head, self._settings.rollback_grace_s)
-                    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, MegaMCPError) as error:
+                    except (MegaMCPError, *outages.DRIVER) as error:
                         log.warning("rollout %s: the rollback is carried out with the next call: %s", rollout, error)
 
     @asynccontextmanager

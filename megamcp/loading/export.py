@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsp
 
 import asyncpg
 
+from megamcp import outages
 from megamcp.errors import BadRequest, Conflict, MegaMCPError, NotFound, Unavailable, Unprocessable
 from megamcp.loading.dumps import NEWEST
 from megamcp.loading.units import Progress
@@ -209,7 +210,7 @@ async def _connect(dsn: str) -> asyncpg.Connection:
             code="login_refused",
             hint="Check the user and the password (in the DSN, PGPASSWORD or ~/.pgpass), and the server's pg_hba.conf.",
         ) from error
-    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, ValueError) as error:
+    except (ValueError, *outages.DRIVER) as error:
         told = str(error) or "no answer in time"
         raise Unavailable(
             f"{where} can't be reached: {told}",

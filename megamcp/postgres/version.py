@@ -4,7 +4,7 @@ from typing import Any
 
 import asyncpg
 
-from megamcp import errors
+from megamcp import errors, outages
 
 MINIMUM = 18
 
@@ -36,7 +36,7 @@ async def check_server(dsn: str, *, timeout: float = 10.0) -> int:
             code="bad_database_url",
             hint="Check the user, the password and the name of the database.",
         ) from error
-    except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:  # TimeoutError is an OSError
+    except outages.DRIVER as error:
         reason = str(error) or type(error).__name__
         raise errors.Unavailable(
             f"PostgreSQL at {_place(rest)} can't be used: {reason}.",

@@ -23,6 +23,7 @@ from typing import Any
 
 import asyncpg
 
+from megamcp import outages
 from megamcp.sdk.database import Database, Guarded, Lease, ToolTransactionError, is_lost, unavailable
 from megamcp.sdk.inject import Clock, Random
 from megamcp.sdk.results import CallRefused, Outcome, failure, from_exception
@@ -246,7 +247,7 @@ async def _settle(database: Database, call: Call, ended: _Ended) -> Outcome:
             lease.guard.ended = True
             row = await lease.driver.fetchrow(FAIL, call.handle, call.tool, call.arguments, ended.error.text)
             lease.keep = True
-    except (CallRefused, asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
+    except (CallRefused, *outages.DRIVER) as error:
         log.warning("tool %s: its failure could not be recorded: %s", call.tool, error)
         if not ended.lost:
             return ended.error

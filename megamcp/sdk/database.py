@@ -29,6 +29,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.util import await_only
 
+from megamcp import outages
 from megamcp.errors import MegaMCPError
 from megamcp.sdk.results import CallRefused
 from megamcp.state import rewrites
@@ -40,7 +41,6 @@ POOL_WAIT_S = 60.0
 """Longest wait for a free connection. The call's own deadline is usually shorter: the gateway hangs up."""
 CLOSE_S = 2.0
 _KEY = "megamcp.call"
-_GONE_STATES = ("57P01", "57P02", "57P03", "57P05", "25P03", "25P04")
 
 
 class ToolTransactionError(MegaMCPError):
@@ -218,12 +218,7 @@ def is_lost(error: BaseException) -> bool:
     """Whether the connection, not the statement, failed."""
     seen: BaseException | None = error
     while seen is not None:
-        state = getattr(seen, "sqlstate", None)
-        if isinstance(state, str) and (state[:2] == "08" or state in _GONE_STATES or state == "53300"):
-            return True
-        if isinstance(seen, OSError | asyncpg.InternalClientError | asyncpg.CannotConnectNowError):
-            return True
-        if isinstance(seen, asyncpg.InterfaceError) and "closed" in str(seen):
+        if outages.lost(seen) or getattr(seen, "sqlstate", None) == "53300":
             return True
         if isinstance(seen, DBAPIError) and seen.connection_invalidated:
             return True

@@ -5,7 +5,7 @@ import asyncio
 import asyncpg
 import pytest
 
-from megamcp.errors import NoCapacity
+from megamcp.errors import NoCapacity, Unavailable
 from megamcp.store import Store
 
 
@@ -76,3 +76,27 @@ async def test_closing_waits_for_what_is_out_and_leaves_no_backend(postgres_dsn:
     other = await asyncpg.connect(postgres_dsn)
     assert await other.fetchval("select count(*) from pg_stat_activity where pid = $1", pid) == 0
     await other.close()
+
+
+async def test_a_connection_that_dies_at_any_moment_is_an_outage_and_nothing_else(postgres_dsn: str) -> None:
+    """PostgreSQL's last word crosses whatever is sent: asyncpg has a handful of errors for that, by the moment."""
+    admin = await asyncpg.connect(postgres_dsn)
+
+    async def end(pid: int, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        await admin.execute("select pg_terminate_backend($1)", pid)
+
+    async def use(store: Store) -> None:
+        while True:
+            await store.value("select $1::int", 1)
+            async with store.transaction() as connection:
+                await connection.execute("select 1; select 2")
+
+    async with Store.open(postgres_dsn, 1) as store:
+        for turn in range(150):
+            pid = await store.value("select pg_backend_pid()")
+            killer = asyncio.create_task(end(pid, (turn % 30) * 0.0001))
+            with pytest.raises(Unavailable):
+                await use(store)
+            await killer
+    await admin.close()

@@ -60,6 +60,7 @@ DIRECTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (
             "megamcp.sdk",
             "megamcp.errors",
+            "megamcp.outages",
             "megamcp.plain",
             "megamcp.state.rewrites",
             "megamcp.state.statements",
@@ -69,15 +70,19 @@ DIRECTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     (
         "megamcp/loading",
-        ("megamcp.loading", "megamcp.errors", "megamcp.postgres.layout"),
+        ("megamcp.loading", "megamcp.errors", "megamcp.outages", "megamcp.postgres.layout"),
         ("sqlalchemy", "fastapi", "starlette", "mcp", "aiohttp"),
     ),
     (
         "megamcp/state",
-        ("megamcp.state", "megamcp.loading", "megamcp.errors", "megamcp.failpoints"),
+        ("megamcp.state", "megamcp.loading", "megamcp.errors", "megamcp.failpoints", "megamcp.outages"),
         ("sqlalchemy", "fastapi", "starlette", "mcp", "aiohttp"),
     ),
-    ("megamcp/postgres", ("megamcp.postgres", "megamcp.errors"), ("sqlalchemy", "fastapi", "mcp", "aiohttp")),
+    (
+        "megamcp/postgres",
+        ("megamcp.postgres", "megamcp.errors", "megamcp.outages"),
+        ("sqlalchemy", "fastapi", "mcp", "aiohttp"),
+    ),
     (
         "megamcp/relay",
         ("megamcp.relay", "megamcp.errors", "megamcp.state.names"),

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsp
 
 import asyncpg
 
+from megamcp import outages
 from megamcp.errors import Conflict, NotFound, Unavailable
 from megamcp.state.clones import logins
 from megamcp.state.clones.sessions import Sessions
@@ -57,7 +58,9 @@ class Access:
         try:
             async with self.sessions.use(MAINTENANCE, self._dsn) as connection:
                 yield connection
-        except (OSError, asyncpg.CannotConnectNowError, asyncpg.ConnectionDoesNotExistError) as error:
+        except outages.DRIVER as error:
+            if not outages.lost(error):
+                raise
             raise Unavailable(
                 f"State cluster {self._cluster} can't be reached ({type(error).__name__}).",
                 code="state_cluster_unavailable",

@@ -19,6 +19,7 @@ from typing import Any
 
 import asyncpg
 
+from megamcp import outages
 from megamcp.errors import Conflict, DeadlineExceeded, NotFound, Unavailable
 from megamcp.failpoints import failpoint
 from megamcp.loading import Script, as_script
@@ -398,7 +399,7 @@ class Cluster:
     async def _unlock(self, connection: Any) -> None:
         try:
             await connection.execute("select pg_advisory_unlock_all()")
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        except outages.DRIVER:
             connection.terminate()
 
     async def _end_holders(self, connection: Any, shared: bool, on_busy: OnBusy) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import asyncpg
 
+from megamcp import outages
 from megamcp.errors import NoCapacity
 
 APPLICATION = "megamcp clones"
@@ -116,7 +117,7 @@ class Sessions:
             if not connection.is_closed():
                 async with asyncio.timeout(2):
                     await connection.close()
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        except outages.DRIVER:
             connection.terminate()
         finally:
             await self._freed()

@@ -10,6 +10,7 @@ from importlib.resources import files
 
 import asyncpg
 
+from megamcp import outages
 from megamcp.errors import MegaMCPError, Unavailable, Unprocessable
 from megamcp.failpoints import failpoint
 from megamcp.loading import Script, copying, dumps
@@ -88,8 +89,8 @@ async def _perform(connection: asyncpg.Connection, unit: Sql | Rows, name: str) 
             await connection.execute(unit.text)
     except asyncpg.PostgresError as error:
         raise _refused(place(error, name, unit), error) from error
-    except (ValueError, asyncpg.InterfaceError) as error:
-        if connection.is_closed():
+    except (ValueError, *outages.BROKEN) as error:
+        if connection.is_closed() or outages.lost(error):
             raise _lost() from error
         raise Unprocessable(
             f"{name}, line {unit.line}: this can't be sent: {error}", code="environment_sql_failed"
