@@ -20,7 +20,7 @@ import asyncpg
 
 from megamcp import state
 from megamcp import store as sql
-from megamcp.databases import Databases
+from megamcp.databases import Databases, Freezer
 from megamcp.databases import Point as DatabasePoint
 from megamcp.digests import add, digest_of
 from megamcp.environments import Environments, LoadedEnvironment
@@ -53,6 +53,7 @@ class Rollouts:
         self._store = store
         self._environments = environments
         self._databases = databases
+        self._freezer = Freezer(databases) if databases else None
         self._settings = settings
         # One that ends calls needs two connections.
         self._enders = asyncio.Semaphore(max(1, settings.control_connections // 3))
@@ -219,16 +220,16 @@ class Rollouts:
                     label,
                     lease,
                 )
-                if self._databases and points:
-                    await self._databases.publish(connection, made["id"], rollout, points)
+                if self._freezer and points:
+                    await self._freezer.publish(connection, made["id"], rollout, points)
                 return made
 
     def _frozen(
         self, connection: asyncpg.Connection, row: asyncpg.Record, environment: LoadedEnvironment
     ) -> AbstractAsyncContextManager[Mapping[str, DatabasePoint]]:
-        if self._databases is None or not environment.has_databases:
+        if self._freezer is None or not environment.has_databases:
             return contextlib.nullcontext({})
-        return self._databases.frozen(connection, row, environment, self._settings.quiesce_timeout_s)
+        return self._freezer.frozen(connection, row, environment, self._settings.quiesce_timeout_s)
 
     async def roll_back(self, rollout: str, checkpoint: str) -> asyncpg.Record:
         """Move the head to a checkpoint of its own line. Calls still in flight end in an error."""

@@ -13,8 +13,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +23,12 @@ from megamcp import outages
 from megamcp.databases import journal as sql
 from megamcp.databases.clusters import Clusters
 from megamcp.databases.sources import Sources
-from megamcp.databases.underway import not_made
 from megamcp.environments import LoadedEnvironment, LoadedServer
 from megamcp.errors import DeadlineExceeded, Gone, MegaMCPError, NoCapacity
 from megamcp.failpoints import failpoint
 from megamcp.handles import Signer
 from megamcp.settings import Settings
-from megamcp.state.clones import CallRow, Cluster, Inside
+from megamcp.state.clones import CallRow, Cluster
 from megamcp.store import Store, translated
 
 log = logging.getLogger(__name__)
@@ -130,10 +128,10 @@ class Databases:
                 if place := await self._make(rollout, server, environment):
                     return place
             elif head["status"] == "ready":
-                if head["rewind_to"] is None or await self._carry_out(rollout, server.name, head):
+                if head["rewind_to"] is None or await self.carry_out(rollout, server.name, head):
                     return await self.placed(head["cluster"], head["name"])
             elif head["status"] == "full":
-                raise self._over_quota(rollout)
+                raise self.over_quota(rollout)
             elif head["orphaned"]:  # its maker died; the keeper drops what there is of it
                 await self._store.value(sql.ABANDON, head["name"], rollout)
             if time.monotonic() > give_up:
@@ -141,7 +139,7 @@ class Databases:
             if head is not None:
                 await asyncio.sleep(_MADE_ELSEWHERE_S)
 
-    def _over_quota(self, rollout: str) -> NoCapacity:
+    def over_quota(self, rollout: str) -> NoCapacity:
         return NoCapacity(
             f"The database of rollout {rollout} has more than {self._settings.database_quota >> 20} MB to itself.",
             code="quota_exceeded",
@@ -186,7 +184,7 @@ class Databases:
         origin = await self._store.row(sql.ORIGIN, rollout, server.name)
         if origin is not None:
             cluster = await self.clusters.named(origin["cluster"])
-            name = await self._plan(stack, cluster, server, environment, rollout, origin["lineage"])
+            name = await self.plan(stack, cluster, server, environment, rollout, origin["lineage"])
             if name is None:
                 return None
             found = await self._copy_at(cluster, point_of(origin), name, server, environment, origin["lineage"])
@@ -199,10 +197,10 @@ class Databases:
         if name is not None:
             await stack.enter_async_context(self.underway.making(name))
             return cluster, name, {}
-        name = await self._plan(stack, cluster, server, environment, rollout, {})
+        name = await self.plan(stack, cluster, server, environment, rollout, {})
         if name is None:
             return None
-        await self._copy(cluster, source.name, name)
+        await self.copy(cluster, source.name, name)
         return cluster, name, {}
 
     async def settled(self, rollout: str, server: LoadedServer) -> asyncpg.Record | None:
@@ -210,7 +208,7 @@ class Databases:
         head = await self._store.row(sql.HEAD, rollout, server.name)
         if head is None or head["status"] != "ready":
             return None
-        if head["rewind_to"] is not None and not await self._carry_out(rollout, server.name, head):
+        if head["rewind_to"] is not None and not await self.carry_out(rollout, server.name, head):
             return None
         return head
 
@@ -227,11 +225,11 @@ class Databases:
                 raise Gone("The database of this point is gone.", code="state_lost")
             cluster = await self.clusters.named(at)
         async with contextlib.AsyncExitStack() as stack:
-            name = await self._plan(stack, cluster, server, environment, None, lineage, "view")
+            name = await self.plan(stack, cluster, server, environment, None, lineage, "view")
             assert name is not None
             found: dict[str, int] = {}
             if point is None:
-                await self._copy(cluster, source.name, name)
+                await self.copy(cluster, source.name, name)
             else:
                 found = await self._copy_at(cluster, point, name, server, environment, lineage)
             await self.underway.ready(name, sealed=False, lineage=found)
@@ -242,7 +240,7 @@ class Databases:
         await self._store.value(sql.READY, name, False, None)
         await self._store.value(sql.ABANDON, name, rollout)
 
-    async def _plan(
+    async def plan(
         self,
         stack: contextlib.AsyncExitStack,
         cluster: Cluster,
@@ -284,7 +282,7 @@ class Databases:
                 hint="Release rollouts and checkpoints, or give MEGAMCP_STATE_DIR more room.",
             )
 
-    async def _copy(self, cluster: Cluster, source: str, name: str) -> None:
+    async def copy(self, cluster: Cluster, source: str, name: str) -> None:
         await cluster.clone(source, name, login=name, password=self.password(name))
         await failpoint("database.copied")
 
@@ -299,7 +297,7 @@ class Databases:
     ) -> dict[str, int]:
         """A copy that stands at a point. Returns its lineage."""
         assert server.database is not None
-        await self._copy(cluster, point.database, name)
+        await self.copy(cluster, point.database, name)
         async with cluster.inside(name) as inside:
             split = await inside.position()
             if await inside.go_back(point.position):
@@ -309,11 +307,11 @@ class Databases:
         if sealed is None or after is None:
             sealed, after = await self.sources.of(server.database, cluster.name), 0
         async with contextlib.AsyncExitStack() as stack:
-            log_of = await self._plan(stack, cluster, server, environment, None, {})
+            log_of = await self.plan(stack, cluster, server, environment, None, {})
             assert log_of is not None
-            await self._copy(cluster, point.database, log_of)
+            await self.copy(cluster, point.database, log_of)
             await cluster.drop(name, name)
-            await self._copy(cluster, sealed, name)
+            await self.copy(cluster, sealed, name)
             async with cluster.inside(name) as inside, cluster.inside(log_of) as log:
                 await inside.redo(log, after, point.position)
             await self.underway.ready(log_of, sealed=False)
@@ -322,14 +320,14 @@ class Databases:
 
     # -- following the rollout --------------------------------------------------------------------------------------
 
-    async def _carry_out(self, rollout: str, server: str, head: Mapping[str, Any], patience_s: float = 0.5) -> bool:
+    async def carry_out(self, rollout: str, server: str, head: Mapping[str, Any], patience_s: float = 0.5) -> bool:
         """The rollback that a database still owes. False: its log can't reach it, the database is given up."""
         cluster = await self.clusters.named(head["cluster"])
         name = head["name"]
         standing = await self._store.row(sql.STANDING, rollout)
         epoch = standing["epoch"] if standing else -1
         position = head["rewind_to"]
-        tell = self._tell(cluster, name, "the rollout was rolled back")
+        tell = self.tell(cluster, name, "the rollout was rolled back")
         async with cluster.hold(name, patience_s=patience_s, on_busy=tell) as inside:
             if (bound := await inside.bound()) is not None and bound.epoch >= epoch:
                 reached = True  # another process, or this one before it was killed
@@ -346,7 +344,7 @@ class Databases:
             await self.retire(cluster, name)
         return False
 
-    def _tell(self, cluster: Cluster, name: str, reason: str) -> Callable[[Sequence[str]], Awaitable[None]]:
+    def tell(self, cluster: Cluster, name: str, reason: str) -> Callable[[Sequence[str]], Awaitable[None]]:
         """What is done before calls that are in the way are ended: their agents learn why."""
 
         async def tell(calls: Sequence[str]) -> None:
@@ -359,7 +357,7 @@ class Databases:
 
     async def retire(self, cluster: Cluster, name: str) -> None:
         """Nobody's any more: what it recorded goes to the journal, and it takes no connections from now on."""
-        tell = self._tell(cluster, name, "the rollout has moved on")
+        tell = self.tell(cluster, name, "the rollout has moved on")
         async with cluster.hold(name, patience_s=self._settings.rollback_grace_s, on_busy=tell) as inside:
             bound = await inside.bound()
             rows = await inside.calls(await self._store.value(sql.COLLECTED_UPTO, name) or 0)
@@ -385,96 +383,9 @@ class Databases:
                 head = await self._store.row(sql.HEAD, rollout, server.name)
                 if head is not None and head["status"] == "ready" and head["rewind_to"] is not None:
                     try:
-                        await self._carry_out(rollout, server.name, head, self._settings.rollback_grace_s)
+                        await self.carry_out(rollout, server.name, head, self._settings.rollback_grace_s)
                     except (MegaMCPError, *outages.DRIVER) as error:
                         log.warning("rollout %s: the rollback is carried out with the next call: %s", rollout, error)
-
-    @asynccontextmanager
-    async def frozen(
-        self, connection: asyncpg.Connection, row: asyncpg.Record, environment: LoadedEnvironment, patience_s: float
-    ) -> AsyncIterator[dict[str, Point]]:
-        """Where each database server of the rollout stands; no call of theirs runs until the block is left.
-
-        `connection` is in the transaction that holds the rollout's lock.
-        """
-        points: dict[str, Point] = {}
-        async with contextlib.AsyncExitStack() as stack:
-            for server in environment.servers:
-                if not server.database:
-                    continue
-                head = await connection.fetchrow(sql.STANDING_HEAD, row["id"], server.name, row["checkpoint"])
-                if (
-                    head is not None
-                    and head["rewind_to"] is not None
-                    and not await self._carry_out(row["id"], server.name, head)
-                ):
-                    head = None
-                if head is not None and head["status"] == "full":
-                    raise self._over_quota(row["id"])
-                if head is None or head["status"] != "ready":
-                    if row["checkpoint"] is not None:
-                        origin = await connection.fetchrow(sql.SNAPSHOT, row["checkpoint"], server.name)
-                        if origin is not None:
-                            known = row["sums"].get(server.name)
-                            points[server.name] = point_of(origin, None if known is None else int(known, 16))
-                    continue
-                points[server.name] = await self._freeze(stack, connection, row, environment, server, head, patience_s)
-            yield points
-
-    async def _freeze(
-        self,
-        stack: contextlib.AsyncExitStack,
-        connection: asyncpg.Connection,
-        row: asyncpg.Record,
-        environment: LoadedEnvironment,
-        server: LoadedServer,
-        head: asyncpg.Record,
-        patience_s: float,
-    ) -> Point:
-        cluster, name = await self.clusters.named(head["cluster"]), head["name"]
-        tell = self._tell(cluster, name, "a checkpoint could not wait longer")
-        hold = cluster.hold(name, patience_s=patience_s, on_busy=tell)
-        async with contextlib.AsyncExitStack() as inner:
-            inside = await inner.enter_async_context(hold)
-            mark, total, nonces = await inside.freeze(head["collected"])
-            if nonces:
-                await self._collect(connection, inside, head, nonces)
-            if mark.exact:
-                stack.push_async_callback(inner.pop_all().aclose)
-                return Point(name, mark.position, head["sealed"], head["sealed_position"], total, mark.call)
-        # What was done since the last checkpoint can't be undone inside (DDL, TRUNCATE): a copy keeps this point.
-        # Its row is `creating` until the checkpoint is published: a copy that no checkpoint has would be taken away.
-        while True:
-            copy = await self._plan(stack, cluster, server, environment, None, head["lineage"])
-            assert copy is not None
-            await self._copy(cluster, name, copy)
-            async with cluster.inside(copy) as there:
-                fits = await there.reachable(mark.position)
-                if fits:
-                    await there.rewind(mark.position)
-            await cluster.seal(copy)
-            if fits:
-                return Point(name, mark.position, copy, mark.position, None, mark.call)
-
-    async def publish(
-        self, connection: asyncpg.Connection, checkpoint: str, rollout: str, points: Mapping[str, Point]
-    ) -> None:
-        """In the transaction that publishes the checkpoint."""
-        for server, p in points.items():
-            place = (p.database, p.position, p.sealed, p.sealed_position)
-            if await connection.fetchval(sql.PUBLISH, checkpoint, server, *place, p.call, rollout) is None:
-                raise not_made()
-
-    # -- calls --------------------------------------------------------------------------------------------------------
-
-    async def _collect(
-        self, connection: asyncpg.Connection, inside: Inside, head: Mapping[str, Any], nonces: Sequence[uuid.UUID]
-    ) -> None:
-        """Calls that are recorded inside and not in the journal: their gateway died between the two."""
-        missing = {row["nonce"] for row in await connection.fetch(sql.UNRECORDED, nonces)}
-        for call in await inside.calls(head["collected"]) if missing else ():
-            if call.nonce in missing:
-                await connection.execute(sql.RECORD, *call_arguments(call), False)
 
 
 def point_of(row: asyncpg.Record, total: int | None = None) -> Point:

@@ -1,0 +1,114 @@
+"""Where a rollout's databases stand when a checkpoint is made of it, and the rows that keep those points.
+
+Invariants:
+- what is frozen stays as it is until the checkpoint is published: the database's lock is held, or a sealed copy is;
+- a checkpoint stands on nothing that its own transaction does not keep from the keeper.
+
+Making and moving databases is `heads`' business, the checkpoint itself `rollouts`'.
+"""
+
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import asyncpg
+
+from megamcp.databases import journal as sql
+from megamcp.databases.heads import Databases, Point, call_arguments, point_of
+from megamcp.databases.underway import not_made
+from megamcp.environments import LoadedEnvironment, LoadedServer
+from megamcp.state.clones import Inside
+
+
+class Freezer:
+    """Freezes what `Databases` finds."""
+
+    def __init__(self, databases: Databases) -> None:
+        self._databases = databases
+
+    @asynccontextmanager
+    async def frozen(
+        self, connection: asyncpg.Connection, row: asyncpg.Record, environment: LoadedEnvironment, patience_s: float
+    ) -> AsyncIterator[dict[str, Point]]:
+        """Where each database server of the rollout stands; no call of theirs runs until the block is left.
+
+        `connection` is in the transaction that holds the rollout's lock.
+        """
+        points: dict[str, Point] = {}
+        async with contextlib.AsyncExitStack() as stack:
+            for server in environment.servers:
+                if not server.database:
+                    continue
+                head = await connection.fetchrow(sql.STANDING_HEAD, row["id"], server.name, row["checkpoint"])
+                if (
+                    head is not None
+                    and head["rewind_to"] is not None
+                    and not await self._databases.carry_out(row["id"], server.name, head)
+                ):
+                    head = None
+                if head is not None and head["status"] == "full":
+                    raise self._databases.over_quota(row["id"])
+                if head is None or head["status"] != "ready":
+                    if row["checkpoint"] is not None:
+                        origin = await connection.fetchrow(sql.SNAPSHOT, row["checkpoint"], server.name)
+                        if origin is not None:
+                            known = row["sums"].get(server.name)
+                            points[server.name] = point_of(origin, None if known is None else int(known, 16))
+                    continue
+                points[server.name] = await self._freeze(stack, connection, row, environment, server, head, patience_s)
+            yield points
+
+    async def _freeze(
+        self,
+        stack: contextlib.AsyncExitStack,
+        connection: asyncpg.Connection,
+        row: asyncpg.Record,
+        environment: LoadedEnvironment,
+        server: LoadedServer,
+        head: asyncpg.Record,
+        patience_s: float,
+    ) -> Point:
+        cluster, name = await self._databases.clusters.named(head["cluster"]), head["name"]
+        tell = self._databases.tell(cluster, name, "a checkpoint could not wait longer")
+        hold = cluster.hold(name, patience_s=patience_s, on_busy=tell)
+        async with contextlib.AsyncExitStack() as inner:
+            inside = await inner.enter_async_context(hold)
+            mark, total, nonces = await inside.freeze(head["collected"])
+            if nonces:
+                await self._collect(connection, inside, head, nonces)
+            if mark.exact:
+                stack.push_async_callback(inner.pop_all().aclose)
+                return Point(name, mark.position, head["sealed"], head["sealed_position"], total, mark.call)
+        # What was done since the last checkpoint can't be undone inside (DDL, TRUNCATE): a copy keeps this point.
+        # Its row is `creating` until the checkpoint is published: a copy that no checkpoint has would be taken away.
+        while True:
+            copy = await self._databases.plan(stack, cluster, server, environment, None, head["lineage"])
+            assert copy is not None
+            await self._databases.copy(cluster, name, copy)
+            async with cluster.inside(copy) as there:
+                fits = await there.reachable(mark.position)
+                if fits:
+                    await there.rewind(mark.position)
+            await cluster.seal(copy)
+            if fits:
+                return Point(name, mark.position, copy, mark.position, None, mark.call)
+
+    async def publish(
+        self, connection: asyncpg.Connection, checkpoint: str, rollout: str, points: Mapping[str, Point]
+    ) -> None:
+        """In the transaction that publishes the checkpoint."""
+        for server, p in points.items():
+            place = (p.database, p.position, p.sealed, p.sealed_position)
+            if await connection.fetchval(sql.PUBLISH, checkpoint, server, *place, p.call, rollout) is None:
+                raise not_made()
+
+    async def _collect(
+        self, connection: asyncpg.Connection, inside: Inside, head: Mapping[str, Any], nonces: Sequence[uuid.UUID]
+    ) -> None:
+        """Calls that are recorded inside and not in the journal: their gateway died between the two."""
+        missing = {row["nonce"] for row in await connection.fetch(sql.UNRECORDED, nonces)}
+        for call in await inside.calls(head["collected"]) if missing else ():
+            if call.nonce in missing:
+                await connection.execute(sql.RECORD, *call_arguments(call), False)
