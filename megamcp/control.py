@@ -39,7 +39,7 @@ from megamcp.dataplane.ports import (
 )
 from megamcp.definitions import DSN
 from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
-from megamcp.errors import Conflict, DeadlineExceeded, Gone, NotFound, Unprocessable
+from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NotFound, Unprocessable
 from megamcp.handles import Mode, Signer, fingerprint
 from megamcp.migrate import migrate
 from megamcp.rollouts import Rollouts
@@ -70,6 +70,7 @@ class Instance:
         self.owner = 0
         self.on_cancel: Callable[[str, str, str], object] | None = None
         self.on_move: Callable[[str, int | None], Awaitable[object]] | None = None
+        self.on_held: Callable[[], object] | None = None
 
     async def ready(self) -> None:
         """Returns once the mark is there."""
@@ -84,10 +85,13 @@ class Instance:
                     self._dsn, server_settings={"application_name": "megamcp instance"}
                 )
                 self._connection.add_termination_listener(lambda _, lost=lost: lost.set())
-                self.owner = secrets.randbits(62) + 1
-                await self._connection.execute("select pg_advisory_lock($1)", self.owner)
+                owner = secrets.randbits(62) + 1
+                await self._connection.execute("select pg_advisory_lock($1)", owner)
+                self.owner = owner  # not before: what is owned by a number that nobody holds is taken for dead
                 for name, hear in ((sql.CANCELLATIONS, self._cancelled), (sql.MOVES, self._moved)):
                     await self._connection.add_listener(await self._connection.fetchval(sql.CHANNEL, name), hear)
+                if self.on_held:
+                    self.on_held()
                 self._held.set()
                 await lost.wait()
                 log.warning("lost the instance connection; making a new one")
@@ -275,7 +279,15 @@ class Control:
             False,
         )
         if recorded is None:
-            raise Conflict("The rollout was rolled back while this call ran.", code="rolled_back")
+            raise await self._moved_on(rollout.id)
+
+    async def _moved_on(self, rollout: str) -> MegaMCPError:
+        """Why a call's result is no longer the rollout's."""
+        row = await self._store.row(sql.ROLLOUT_EPOCH, rollout)
+        if row is None or row["status"] == "open":
+            return Conflict("The rollout was rolled back while this call ran.", code="rolled_back")
+        ended = "was released" if row["status"] == "closed" else "reached the end of its lease"
+        return Gone(f"The rollout {ended} while this call ran.", code=f"rollout_{row['status']}")
 
     async def _end_inside(
         self, rollout: RolloutView, server: str, handle: str, tool: str, arguments: bytes, error: bytes | None
@@ -289,7 +301,7 @@ class Control:
                 await inside.tell([nonce], told)
             await inside.end_call(nonce)
             recorded, result, is_error = await inside.call_fail(handle, tool, arguments.decode(), told)
-        with contextlib.suppress(Conflict):  # the rollout has moved on; what is said to the agent stays the same
+        with contextlib.suppress(Conflict, Gone):  # the rollout has moved on; what is said to the agent stays the same
             await self.record_call(
                 rollout,
                 handle,
@@ -377,7 +389,7 @@ class Control:
             sql.CALL_OUTCOME, intent.rollout, intent.id, intent.nonce, result.decode(), is_error
         )
         if not current:
-            raise Conflict("The rollout was rolled back while this call ran.", code="rolled_back")
+            raise await self._moved_on(intent.rollout)
         return intent.id
 
     async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:

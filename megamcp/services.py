@@ -81,7 +81,13 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         )
         dataplane = await stack.enter_async_context(Dataplane(control, limits(settings)))
         instance.on_cancel = dataplane.cancel
-        instance.on_move = dataplane.moved
+        instance.on_held = databases.forget
+
+        async def moved(rollout: str, epoch: int | None) -> None:
+            databases.forget(rollout)
+            await dataplane.moved(rollout, epoch)
+
+        instance.on_move = moved
         rollouts.before_move = dataplane.interrupt
         reaper = Reaper(store, environments, rollouts, settings)
         squasher = Squasher(store, environments, settings)

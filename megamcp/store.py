@@ -99,6 +99,10 @@ TELL_CANCELLED = f"select pg_notify(megamcp.channel('{CANCELLATIONS}'), $1)"
 # Tells of a rollback (with the epoch that it began) or, without an epoch, of a rollout's end.
 TELL_MOVE = f"select pg_notify(megamcp.channel('{MOVES}'), json_build_array($1::text, $2::bigint)::text)"
 
+# The same where a rollout stays at its epoch: what processes have noted of its databases is no longer true.
+TELL_STANDING = f"""select pg_notify(megamcp.channel('{MOVES}'), json_build_array(id, epoch)::text)
+    from megamcp.rollouts where id = $1"""
+
 LOCK_ROLLOUT = "select 1 from megamcp.rollouts where id = $1 for no key update"
 
 # The last layer that two points have in common: of the newest checkpoint that both stand on. Null without one.

@@ -115,9 +115,9 @@ class Databases:
         self._places[key] = place
         return place
 
-    def forget(self, rollout: str) -> None:
-        """The rollout was moved or has ended: where its databases were is no longer true."""
-        for key in [key for key in self._places if key[0] == rollout]:
+    def forget(self, rollout: str | None = None) -> None:
+        """The rollout (None: any) was moved or has ended: where its databases were is no longer true."""
+        for key in [key for key in self._places if rollout in (None, key[0])]:
             del self._places[key]
 
     async def _find_or_make(self, rollout: str, server: LoadedServer, environment: LoadedEnvironment) -> Place:
@@ -357,7 +357,7 @@ class Databases:
 
     async def retire(self, cluster: Cluster, name: str) -> None:
         """Nobody's any more: what it recorded goes to the journal, and it takes no connections from now on."""
-        tell = self.tell(cluster, name, "the rollout has moved on")
+        tell = self.tell(cluster, name, await self._why_over(cluster, name))
         async with cluster.hold(name, patience_s=self._settings.rollback_grace_s, on_busy=tell) as inside:
             bound = await inside.bound()
             rows = await inside.calls(await self._store.value(sql.COLLECTED_UPTO, name) or 0)
@@ -366,6 +366,15 @@ class Databases:
         await self._store.value(sql.SEALED, name)
         await failpoint("database.retired")
         await cluster.seal(name, patience_s=self._settings.rollback_grace_s, on_busy=tell)
+
+    async def _why_over(self, cluster: Cluster, name: str) -> str:
+        async with cluster.inside(name) as inside:
+            bound = await inside.bound()
+        standing = await self._store.row(sql.STANDING, bound.rollout) if bound else None
+        if standing is None or standing["status"] == "open":
+            full = await self._store.value(sql.STATUS, name) == "full"
+            return "its database takes more disk than a rollout may have" if full else "the rollout has moved on"
+        return "the rollout was released" if standing["status"] == "closed" else "the rollout's lease ended"
 
     async def moved(self, connection: asyncpg.Connection, rollout: str, checkpoint: str) -> None:
         """In the transaction of a rollback: the rollout's databases owe it from now on."""
@@ -395,16 +404,6 @@ def point_of(row: asyncpg.Record, total: int | None = None) -> Point:
 
 def call_arguments(call: CallRow) -> tuple[Any, ...]:
     return (
-        call.rollout,
-        call.server,
-        call.tool,
-        call.arguments,
-        call.result,
-        call.is_error,
-        call.began,
-        call.ended,
-        call.nonce,
-        call.idempotency_key,
-        call.fingerprint,
-        call.epoch,
-    )
+        call.rollout, call.server, call.tool, call.arguments, call.result, call.is_error, call.began, call.ended,
+        call.nonce, call.idempotency_key, call.fingerprint, call.epoch,
+    )  # fmt: skip

@@ -94,6 +94,7 @@ ABANDON = "update megamcp.databases set rollout = null, rewind_to = null where n
 
 SETTLED = "update megamcp.databases set rewind_to = null where name = $1 and rewind_to = $2"
 
+STATUS = "select status from megamcp.databases where name = $1"
 CLUSTER_OF = "select cluster from megamcp.databases where name = $1"
 COLLECTED_UPTO = "select collected from megamcp.databases where name = $1"
 
@@ -109,7 +110,7 @@ OPEN_LEFTOVERS = """select name, cluster from megamcp.databases
     where kind = 'clone' and status in ('ready', 'full') and rollout is null and not sealed limit $1"""
 
 # Rollouts' databases that were looked at longest ago, and what each turned out to take.
-UNMEASURED = """select name, cluster from megamcp.databases
+UNMEASURED = """select name, cluster, rollout from megamcp.databases
     where rollout is not null and status = 'ready'
       and coalesce(measured_at, created_at) < clock_timestamp() - $2::interval
     order by measured_at nulls first limit $1"""

@@ -19,7 +19,7 @@ from megamcp.errors import MegaMCPError
 from megamcp.failpoints import failpoint
 from megamcp.settings import Settings
 from megamcp.state.clones import Cluster
-from megamcp.store import Store
+from megamcp.store import TELL_STANDING, Store
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +154,8 @@ class Keeper:
                     log.warning(
                         "database %s has %d MB to itself; the quota is %d MB", row["name"], used >> 20, quota >> 20
                     )
+                    await self._store.value(TELL_STANDING, row["rollout"])  # whose places are no longer good
+                    self._databases.forget(row["rollout"])
                     await self._databases.retire(cluster, row["name"])
         return len(rows)
 

@@ -188,7 +188,7 @@ class ControlPort(Protocol):
     ) -> None:
         """The journal's row of a call that was done in the rollout's own database. `began` is Unix time.
 
-        Durable when it returns. Raises Conflict when the rollout was rolled back or released meanwhile.
+        Durable when it returns. Raises Conflict when the rollout was rolled back meanwhile, Gone when it was released.
         """
         ...
 
@@ -217,7 +217,7 @@ class ControlPort(Protocol):
     async def call_outcome(self, intent: Intent, result: bytes, is_error: bool) -> int:
         """Records the outcome, durable when it returns; gives the journal position.
 
-        Raises Conflict when the rollout was rolled back meanwhile.
+        Raises Conflict when the rollout was rolled back meanwhile, Gone when it was released.
         """
         ...
 

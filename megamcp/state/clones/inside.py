@@ -5,6 +5,7 @@ by the database's hand (see `logins`): putting rows in, and turning them into JS
 """
 
 import logging
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -14,6 +15,7 @@ import asyncpg
 
 from megamcp.errors import Conflict
 from megamcp.state.clones import diffs
+from megamcp.state.clones.logins import OWNER
 from megamcp.state.clones.types import Bound, CallRow, Mark
 from megamcp.state.schema import MODULUS, TableDiff
 
@@ -115,7 +117,7 @@ class Inside:
         except Conflict as error:
             if error.code != "not_exact":
                 raise
-            log.warning("database can't go back to position %d row by row: %s", position, error)
+            log.warning("database can't go back to position %d row by row: %s %s", position, error, error.hint)
             return False
         return True
 
@@ -199,6 +201,22 @@ def _mark(row: asyncpg.Record) -> Mark:
     return Mark(row["position"], row["written"], row["exact"], total, row["call"])
 
 
+_RIGHTS = {"table": "SELECT, INSERT, UPDATE, DELETE", "function": "EXECUTE", "schema": "USAGE", "type": "USAGE"}
+
+
+def _why_not(error: asyncpg.PostgresError) -> str:
+    denied = re.match(r"permission denied for (\w+) (.+)", str(error))
+    if denied and denied[1] in _RIGHTS:
+        return (
+            f"Rows are put back with the rights of {OWNER}, from which this one was revoked:"
+            f" GRANT {_RIGHTS[denied[1]]} ON {denied[1].upper()} {denied[2]} TO {OWNER}."
+        )
+    return (
+        "A check, domain or index of the environment refuses rows that it once accepted, or a trigger that is"
+        " ENABLE ALWAYS changed them."
+    )
+
+
 async def _exactly(work: Any) -> None:
     """Run what puts rows back; an error of it is a state that can't be put back."""
     try:
@@ -209,7 +227,6 @@ async def _exactly(work: Any) -> None:
         raise Conflict(
             f"The rows can't be put back: {error}",
             code="not_exact",
-            hint="A check, domain or index of the environment refuses rows that it once accepted, or a trigger that is"
-            " ENABLE ALWAYS changed them.",
+            hint=_why_not(error),
             sqlstate=error.sqlstate,
         ) from error
