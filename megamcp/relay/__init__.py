@@ -1,7 +1,7 @@
 """The pausing relay: PostgreSQL's protocol between clients that stay and databases that move.
 
 A client logs in here as to any PostgreSQL (SCRAM-SHA-256, protocol 3.0 to 3.2) and reaches the database that its login
-leads to at the moment. Around each transaction the relay calls `megamcp.enter()` and `megamcp.leave()` on the backend:
+leads to at the moment. Around each transaction the relay calls `megamcp.enter` and `megamcp.leave` on the backend:
 `enter` takes a lock shared, and whoever wants to checkpoint, clone, rename or drop the database takes it exclusively
 and may then end the backends. Clients whose transaction is over don't notice: the relay asks `resolve` again, connects
 to what it says, and sets the session up as it was. `memory` lists what is taken along and what isn't.

@@ -5,6 +5,7 @@ are passed on to nobody from here: they may hold names that aren't the client's 
 """
 
 import asyncio
+import secrets
 import struct
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,8 @@ from megamcp.relay.wire import Wire
 
 _MESSAGE_LIMIT: Final = 1 << 20
 _FUNCTIONS: Final = (
-    "select 'megamcp.enter()'::pg_catalog.regprocedure::pg_catalog.oid,"
-    " 'megamcp.leave()'::pg_catalog.regprocedure::pg_catalog.oid"
+    "select 'megamcp.enter(pg_catalog.bytea)'::pg_catalog.regprocedure::pg_catalog.oid,"
+    " 'megamcp.leave(pg_catalog.bytea)'::pg_catalog.regprocedure::pg_catalog.oid"
 )
 
 
@@ -59,6 +60,26 @@ class Unusable(Exception):
     """What answers there is no server that the relay can use."""
 
 
+class Gate:
+    """The two functions that mark a transaction, each call as a message.
+
+    A client's own SQL runs between the two and might call them too: it knows the bytes of neither way in, and only
+    these open the way out.
+    """
+
+    def __init__(self, enter: int, leave: int) -> None:
+        self._enter, self._leave = enter, leave
+        self._proof = b""
+
+    def enter(self) -> bytes:
+        """With bytes that nobody has seen before. What `enter` was asked with last is what `leave` will say."""
+        self._proof = secrets.token_bytes(16)
+        return messages.function_call(self._enter, self._proof)
+
+    def leave(self) -> bytes:
+        return messages.function_call(self._leave, self._proof)
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """A logged-in connection, idle."""
@@ -67,8 +88,7 @@ class Backend:
     route: Route
     process: int
     key: bytes
-    enter: bytes
-    leave: bytes
+    gate: Gate
     reported: dict[str, str]
 
 
@@ -89,14 +109,14 @@ async def log_in(route: Route, parameters: Mapping[str, str], memory: Memory) ->
         wire.write(messages.startup(own))
         await _authenticate(wire, route)
         process, key, reported = await _first_ready(wire)
-        enter, leave = await _prepare(wire, memory, reported)
+        gate = await _prepare(wire, memory, reported)
     except (ProtocolViolation, ScramFailed, struct.error) as error:
         wire.close()
         raise Unusable(str(error)) from None
     except BaseException:
         wire.close()
         raise
-    return Backend(wire, route, process, key, enter, leave, reported)
+    return Backend(wire, route, process, key, gate, reported)
 
 
 async def cancel(backend: Backend) -> None:
@@ -157,7 +177,7 @@ async def _first_ready(wire: Wire) -> tuple[int, bytes, dict[str, str]]:
             return process, key, reported
 
 
-async def _prepare(wire: Wire, memory: Memory, reported: dict[str, str]) -> tuple[bytes, bytes]:
+async def _prepare(wire: Wire, memory: Memory, reported: dict[str, str]) -> Gate:
     """One round trip for all that has to be said. A step that fails is left out: what it would have set up isn't
     there, as if it had been dropped."""
     steps = list(memory.steps(reported))
@@ -178,6 +198,5 @@ async def _prepare(wire: Wire, memory: Memory, reported: dict[str, str]) -> tupl
             if fields.get("V") in ("FATAL", "PANIC"):
                 raise Refused(fields)
             if not row:
-                raise Unusable(f"the database has no megamcp.enter() and leave() for this login: {fields.get('M')}")
-    enter, leave = (int(value or b"0") for value in messages.row_values(row))
-    return messages.function_call(enter), messages.function_call(leave)
+                raise Unusable(f"the database has no megamcp.enter and leave for this login: {fields.get('M')}")
+    return Gate(*(int(value or b"0") for value in messages.row_values(row)))

@@ -191,9 +191,10 @@ def close_statement(name: str) -> bytes:
     return message(Client.CLOSE, b"S" + zero_ended(name))
 
 
-def function_call(oid: int) -> bytes:
-    """Call of a function without arguments. It leaves statements and portals alone, as no query would."""
-    return message(Client.FUNCTION_CALL, struct.pack("!IHHH", oid, 0, 0, 1))
+def function_call(oid: int, argument: bytes) -> bytes:
+    """Call of a function of one `bytea`. It leaves statements and portals alone, as no query would."""
+    head = struct.pack("!IHHHI", oid, 1, 1, 1, len(argument))
+    return message(Client.FUNCTION_CALL, head + argument + b"\0\1")
 
 
 _SQLSTATES: Final[tuple[tuple[type[errors.MegaMCPError], str], ...]] = (

@@ -1,6 +1,6 @@
 """One client and its backend of the moment: passing on, marking transactions, moving to another backend.
 
-Nothing of a client reaches a backend before `megamcp.enter()` has answered there, and `megamcp.leave()` is called when
+Nothing of a client reaches a backend before `megamcp.enter` has answered there, and `megamcp.leave` is called when
 the client's last transaction has ended. So whoever holds the lock that `enter` waits for knows that no transaction is
 open, and may end the backend: the session then finds the next one by itself, and the client, which gets its
 answers byte for byte, doesn't notice. While a transaction is open nothing is hidden: the backend's end is the client's.
@@ -298,9 +298,9 @@ class Session:
         self._asked.append(_Asked(errand))
         match errand:
             case Errand.ENTER:
-                self._backend.wire.write(self._backend.enter)
+                self._backend.wire.write(self._backend.gate.enter())
             case Errand.LEAVE:
-                self._backend.wire.write(self._backend.leave)
+                self._backend.wire.write(self._backend.gate.leave())
             case Errand.LOOK:
                 self._backend.wire.write(self._memory.look())
 

@@ -1,6 +1,7 @@
 """Calls on a clone through the tool servers' SDK, unchanged: exactly once."""
 
 import asyncio
+import secrets
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import text
 
+from megamcp.errors import DeadlineExceeded
 from megamcp.handles import Mode, fingerprint
 from megamcp.sdk.calls import Call, run_recorded
 from megamcp.sdk.database import Database as Pool
@@ -250,7 +252,7 @@ async def test_a_query_is_read_only_and_waits_for_writers(bank: Database) -> Non
 
 
 async def test_enter_and_leave_hold_movers_off(bank: Database) -> None:
-    await bank.user.execute("select megamcp.enter()")
+    await bank.user.execute("select megamcp.enter('way in')")
     moved = asyncio.Event()
 
     async def mover() -> None:
@@ -260,9 +262,94 @@ async def test_enter_and_leave_hold_movers_off(bank: Database) -> None:
     task = asyncio.create_task(mover())
     await bank.user.execute("insert into account values (3, 3)")
     assert not moved.is_set()
-    await bank.user.execute("select megamcp.leave()")
+    await bank.user.execute("select megamcp.leave('way in')")
     await task
-    await bank.user.execute("select megamcp.leave()")  # once too often does no harm
+    await bank.user.execute("select megamcp.leave('way in')")  # once too often does no harm
+
+
+LEAVING = (
+    "select megamcp.leave('a guess')",
+    "select megamcp.leave(null)",
+    "select megamcp.enter('mine'), megamcp.leave('mine'), megamcp.leave('mine'), megamcp.leave('mine')",
+    "select megamcp.leave(int8send((classid::bigint << 32) | objid::bigint)) from pg_locks where locktype = 'advisory'",
+    "do $$ begin perform megamcp.leave('a guess'); exception when others then null; end $$",
+    "select pg_advisory_unlock_all()",
+    "savepoint a; select megamcp.leave('a guess'); rollback to a",
+)
+
+
+@pytest.mark.parametrize("attempt", LEAVING)
+async def test_nobody_opens_the_gate_who_did_not_close_it(bank: Database, attempt: str) -> None:
+    proof = secrets.token_bytes(16)
+    await bank.user.fetchval("select megamcp.enter($1)", proof)
+    async with bank.user.transaction():
+        await bank.user.execute(attempt)
+        with pytest.raises(DeadlineExceeded):
+            async with bank.hold(patience_s=0.1):
+                pass
+    await bank.user.fetchval("select megamcp.leave($1)", proof)
+    async with bank.hold(patience_s=1):
+        pass
+
+
+async def test_a_call_can_not_open_the_gate_of_its_own_transaction(bank: Database, pool: Pool) -> None:
+    async def body(lease: Any, _clock: Any, _random: Any) -> Outcome:
+        for attempt in LEAVING:
+            await lease.driver.execute(attempt)
+            with pytest.raises(DeadlineExceeded):
+                async with bank.hold(patience_s=0.05):
+                    pass
+        return OK
+
+    assert not (await run_recorded(pool, call(bank.handle()), body)).is_error
+
+
+CONSTRAINED = """create table parent (id int primary key);
+create table child (id int primary key, parent int references parent deferrable initially deferred)"""
+IMMEDIATE = (
+    "set constraints all immediate",
+    "do $$ begin for n in 1..300 loop set constraints all immediate; set constraints all deferred; end loop; end $$",
+    "savepoint a; set constraints all immediate; rollback to a; set constraints all immediate",
+    "set constraints megamcp.call_is_over immediate",
+)
+
+
+@pytest.mark.parametrize("statement", IMMEDIATE)
+async def test_constraints_are_checked_at_once_for_a_call_that_asks_for_it(world: World, statement: str) -> None:
+    shop = await world.start(CONSTRAINED)
+    pool = Pool(shop.cluster.dsn_for(shop.name, shop.login, shop.password), 1)
+
+    async def good(lease: Any, _clock: Any, _random: Any) -> Outcome:
+        await lease.driver.execute("insert into child values (1, 1); insert into parent values (1)")
+        await lease.driver.execute(statement)
+        return OK
+
+    async def bad(lease: Any, _clock: Any, _random: Any) -> Outcome:
+        await lease.driver.execute("insert into child values (2, 2)")
+        with pytest.raises(asyncpg.ForeignKeyViolationError):
+            async with lease.driver.transaction():
+                await lease.driver.execute("set constraints all immediate")
+        await lease.driver.execute("delete from child where id = 2")
+        return OK
+
+    assert not (await run_recorded(pool, call(shop.handle()), good)).is_error
+    assert not (await run_recorded(pool, call(shop.handle()), bad)).is_error
+    await pool.aclose()
+    assert await shop.user.fetchval("select count(*) from child") == 1
+
+
+@pytest.mark.parametrize("statement", [*IMMEDIATE, "set constraints all deferred"])
+@pytest.mark.parametrize("end", ["commit", "end", "{}; commit", "commit and chain"])
+async def test_no_set_constraints_lets_a_tool_commit(bank: Database, pool: Pool, statement: str, end: str) -> None:
+    async def body(lease: Any, _clock: Any, _random: Any) -> Outcome:
+        await lease.driver.execute("update account set balance = 99")
+        await lease.driver.execute(statement)
+        await lease.driver.execute(end.format(statement))
+        return OK
+
+    outcome = await run_recorded(pool, call(bank.handle()), body)
+    assert outcome.is_error
+    assert await balance(bank) == 10
 
 
 async def test_a_client_that_did_not_enter_writes_nothing_while_the_database_is_held(bank: Database) -> None:

@@ -172,7 +172,7 @@ async def test_a_sealed_database_takes_nobody_in(world: World) -> None:
 
 async def test_hold_waits_for_a_clients_transaction_and_ends_it_when_patience_ends(world: World) -> None:
     shop = await world.start(SHOP, SEED)
-    await shop.user.execute("select megamcp.enter()")
+    await shop.user.execute("select megamcp.enter('way in')")
     await shop.user.execute("begin; delete from note")
     with pytest.raises(DeadlineExceeded):
         async with shop.hold(patience_s=0.05):

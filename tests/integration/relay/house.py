@@ -16,10 +16,13 @@ LOCK = 4711
 INSIDE = f"""
 create schema megamcp;
 grant usage on schema megamcp to public;
-create function megamcp.enter() returns void language sql security definer
-    as 'select pg_catalog.pg_advisory_lock_shared({LOCK})';
-create function megamcp.leave() returns void language sql security definer
-    as 'select pg_catalog.pg_advisory_unlock_shared({LOCK})';
+create function megamcp.key(proof bytea) returns bigint language sql immutable
+    as $$ select ('x' || substr(md5(proof), 1, 16))::bit(64)::bigint $$;
+create function megamcp.enter(proof bytea) returns void language sql security definer
+    as 'select pg_catalog.pg_advisory_lock_shared({LOCK}), pg_catalog.pg_advisory_lock_shared(megamcp.key(proof))';
+create function megamcp.leave(proof bytea) returns void language sql security definer
+    as 'select case when pg_catalog.pg_advisory_unlock_shared(megamcp.key(proof))
+                    then pg_catalog.pg_advisory_unlock_shared({LOCK}) end';
 create table public.ledger (id bigint generated always as identity, who text not null, n bigint not null);
 grant all on public.ledger to public;
 -- asyncpg calls it whenever a connection goes back to its pool; the lock has to stay until the transaction is over

@@ -255,7 +255,7 @@ async def test_a_cancel_reaches_the_backend_of_the_moment(home: House, client: a
 
 async def test_the_lock_is_taken_again_when_a_client_discards_it(home: House) -> None:
     async with await logged_in(("127.0.0.1", home.port), home.user, home.password, "rollout") as raw:
-        held = "select count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()"
+        held = f"select count(*) from pg_locks where objid = {LOCK} and pid = pg_backend_pid()"
         for _ in range(3):
             await raw.query("discard all")
             rows = [body for kind, body in await raw.query(held) if kind == Server.DATA_ROW]

@@ -55,7 +55,13 @@ create table megamcp.calls (
 );
 create index on megamcp.calls (idempotency_key, id) where idempotency_key is not null;
 
-create table megamcp.open_calls (nonce uuid primary key, started_at timestamptz not null default clock_timestamp());
+-- `asked`: how often it was asked whether the call is over, in the statement of the client's that came in at `asked_in`.
+create table megamcp.open_calls (
+    nonce uuid primary key,
+    started_at timestamptz not null default clock_timestamp(),
+    asked integer not null default 0,
+    asked_in timestamptz
+);
 create table megamcp.ended_calls (nonce uuid primary key, reason text not null);
 
 -- By this lock the gateway finds the backend of a call that it has to end, whatever the call's own SQL does to its name.
@@ -240,28 +246,45 @@ begin
     perform megamcp.admit(h, true);
 end $$;
 
--- The relay's, around each transaction of a client that has a DSN.
-create function megamcp.enter() returns void
+-- The relay's, around each transaction of a client that has a DSN. What the client sends runs between the two on the same
+-- connection and may call them as well, so the way out wants the random bytes that the way in was given: a lock on their
+-- hash remembers them. The bytes travel as the argument of a function call, which no view, log or error repeats.
+create function megamcp.proof_lock(proof bytea) returns bigint
+language sql immutable parallel safe set search_path = pg_catalog, pg_temp
+return int8(substr(sha256(convert_to('megamcp gate', 'UTF8') || proof), 1, 8));
+
+create function megamcp.enter(proof bytea) returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
+    perform pg_advisory_lock_shared(megamcp.proof_lock(proof));
     perform pg_advisory_lock_shared(7723);
 end $$;
 
-create function megamcp.leave() returns void
+create function megamcp.leave(proof bytea) returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set client_min_messages = error as $$
 begin
-    perform pg_advisory_unlock_shared(7723);    -- DISCARD ALL may have let go of it already
+    -- In one expression: a cancel can't come in between.
+    perform case when pg_advisory_unlock_shared(megamcp.proof_lock(proof)) then pg_advisory_unlock_shared(7723) end;
 end $$;
 
--- A tool can't end the transaction by itself: at COMMIT its call must be over.
+-- A tool can't end the transaction by itself: at COMMIT its call must be over. SET CONSTRAINTS ALL IMMEDIATE fires this
+-- too, and then nothing is ended. COMMIT is told from it by what it does with a trigger that wants to be fired again: it
+-- fires it again at once, for as long as that is wanted, and SET CONSTRAINTS does not.
 create function megamcp.demand_result() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+declare
+    asked integer;
 begin
-    if exists (select from megamcp.open_calls o where o.nonce = new.nonce) then
+    set constraints megamcp.call_is_over deferred;
+    update megamcp.open_calls o
+       set asked = case when o.asked_in = statement_timestamp() then o.asked + 1 else 1 end,
+           asked_in = statement_timestamp()
+     where o.nonce = new.nonce returning o.asked into asked;
+    if asked > 500 then
         perform megamcp.refuse('MM424', 'tool_committed',
             'The transaction belongs to the gateway: a tool may not commit it. Nothing was changed.');
     end if;
     return null;
 end $$;
-create constraint trigger call_is_over after insert on megamcp.open_calls
+create constraint trigger call_is_over after insert or update on megamcp.open_calls
     deferrable initially deferred for each row execute function megamcp.demand_result();

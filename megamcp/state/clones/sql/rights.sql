@@ -39,10 +39,11 @@ revoke all on all tables in schema megamcp from public;
 revoke all on all functions in schema megamcp from public;
 grant usage on schema megamcp to public;
 grant execute on function megamcp.call_begin(text, text, text), megamcp.call_finish(text, text, text, text, boolean),
-    megamcp.call_fail(text, text, text, text), megamcp.query_begin(text), megamcp.enter(), megamcp.leave() to public;
+    megamcp.call_fail(text, text, text, text), megamcp.query_begin(text), megamcp.enter(bytea), megamcp.leave(bytea)
+    to public;
 
 -- asyncpg ends each use of a pooled connection with pg_advisory_unlock_all(). Agents have no advisory locks of their own,
--- and the one that megamcp.enter() took for them has to stay until the transaction is over: so it does nothing for them.
+-- and the one that megamcp.enter took for them has to stay until the transaction is over: so it does nothing for them.
 -- PostgreSQL calls its own functions by their number and not by what the catalog says, hence another under the old name.
 alter function pg_catalog.pg_advisory_unlock_all() rename to mm_unlock_all;
 revoke all on function pg_catalog.mm_unlock_all() from public;
