@@ -172,6 +172,8 @@ class Keeper:
                 log.warning("database %s belongs to nothing and is dropped", name)
                 await cluster.drop(name, name)
                 dropped += 1
+            for role in await cluster.drop_stray_roles(self._databases.sources.prefix):
+                log.warning("role %s belongs to no database any more and is dropped", role)
         return dropped
 
     async def _make_spares(self) -> int:

@@ -230,6 +230,14 @@ class Cluster:
             await self._drop(connection, source.temporary(name), [])
             await self._drop(connection, name, [*filter(None, [login]), logins.hand(name), source.builder(name)])
 
+    async def drop_stray_roles(self, prefix: str) -> list[str]:
+        """Take away roles of databases that are gone; says which."""
+        async with self._access.maintenance() as connection:
+            found = await logins.strays(connection, prefix)
+            for role in found:
+                await self._drop_role(connection, role)
+        return found
+
     @asynccontextmanager
     async def inside(self, name: str) -> AsyncIterator[Inside]:
         """A look inside, without the lock. Raises `Conflict` (`database_sealed`), `NotFound`."""
@@ -429,8 +437,21 @@ class Cluster:
         try:
             await connection.execute(f"drop role if exists {ident(role)}")
         except asyncpg.DependentObjectsStillExistError:
-            # It was granted something in another database, or that database is a copy which was not cleaned.
-            log.warning("state cluster %s: role %s is still used and stays", self.name, role)
+            # Something in another database names it: a copy that was not cleaned, what an older version let be granted.
+            async with self._one_at_a_time() as alone:
+                for database in await logins.places(alone, role):
+                    await self._disown(alone, database, role)
+            await connection.execute(f"drop role if exists {ident(role)}")
+
+    async def _disown(self, connection: Any, database: str, role: str) -> None:
+        sealed = await self._sealed(connection, database)
+        if sealed:
+            await connection.execute(f"alter database {ident(database)} with allow_connections true")
+        async with self._access.session(database) as admin, admin.transaction():
+            await admin.execute("set local event_triggers = off")
+            await logins.disown(admin, [role])
+        if sealed:
+            await self._shut(connection, database)
 
     @asynccontextmanager
     async def _one_at_a_time(self) -> AsyncIterator[Any]:

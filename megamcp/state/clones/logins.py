@@ -111,6 +111,28 @@ async def strangers(connection: Any, database: str, *, but: str | None = None) -
     return [row["rolname"] for row in rows]
 
 
+_STRAYS = """select r.rolname
+  from pg_roles r, lateral (select regexp_replace(r.rolname, '_(hand|builder)$', '') as name) o
+ where starts_with(r.rolname, $1)
+   and not exists (select from pg_database d where d.datname in (o.name, o.name || '_new'))"""
+
+
+async def places(connection: Any, role: str) -> list[str]:
+    """Databases in which something names a role."""
+    rows = await connection.fetch(
+        "select distinct d.datname from pg_shdepend s join pg_database d on d.oid = s.dbid"
+        " where s.refclassid = 'pg_authid'::regclass and s.refobjid = (select oid from pg_roles where rolname = $1)",
+        role,
+    )
+    return [row["datname"] for row in rows]
+
+
+async def strays(connection: Any, prefix: str) -> list[str]:
+    """Roles of databases of ours that are gone. A database is made before its roles and dropped before them."""
+    rows = await connection.fetch(_STRAYS, prefix)
+    return [row["rolname"] for row in rows]
+
+
 async def disown(admin: Any, roles: Sequence[str]) -> None:
     """In the database of this connection: what the roles own becomes the owner's, what they were granted is taken back.
 

@@ -1,11 +1,13 @@
 """A database's login is its agent's: what it can't reach, tried as the login, as its owner and after RESET ROLE."""
 
 import asyncio
+import secrets
 
 import asyncpg
 import pytest
 import pytest_asyncio
 
+from megamcp.state.clones import logins
 from tests.integration.clones.conftest import KEYS, Database, World
 
 DDL = "create table secret (id int primary key, word text); create function one() returns int language sql return 1"
@@ -275,3 +277,73 @@ async def test_a_password_is_in_no_statement(world: World) -> None:
         text = await connection.fetchval("select rolpassword from pg_authid where rolname = $1", shop.login)
     assert text.startswith("SCRAM-SHA-256$")
     assert KEYS.inner_pad.hex() not in repr(KEYS)
+
+
+GRANTS = (
+    "grant select on secret to {other}",
+    "grant select (word) on secret to {other} with grant option",
+    "grant usage on schema public to {other}",
+    "grant execute on function one() to {other}",
+    "alter default privileges grant select on tables to {other}",
+    "alter default privileges in schema public grant usage on sequences to {other}",
+    "create policy p on secret to {other} using (true)",
+    "create policy p on secret using (true); alter policy p on secret to {other}",
+    "create schema theirs grant usage on schema theirs to {other}",
+    "create temporary table t (x int); grant select on t to {other}",
+    "do $do$ begin execute 'grant select on secret to {other}'; end $do$",
+    "alter table secret owner to {other}",
+    "create schema theirs authorization {other}",
+    "reassign owned by mm_owner to {other}",
+    "grant {other} to mm_owner",
+    "grant mm_owner to {other}",
+    "grant {own} to {other}",
+)
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("statement", GRANTS)
+async def test_nothing_can_be_given_to_the_login_of_another_database(
+    pair: tuple[Database, Database], statement: str, role: str
+) -> None:
+    """It would keep that login alive after its rollout's end: PostgreSQL drops no role that something names."""
+    a, b = pair
+    await a.user.execute(role)
+    for other in (b.login, f"{b.name}_hand", f"{a.name}_hand"):
+        with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.UndefinedObjectError)):
+            async with a.user.transaction():
+                await a.user.execute(statement.format(own=f'"{a.login}"', other=f'"{other}"'))
+    async with a.cluster._access.maintenance() as connection:
+        assert a.name not in await logins.places(connection, b.login)
+
+
+async def test_what_names_a_role_from_before_goes_with_the_role(world: World) -> None:
+    """Grants that an older version let be made, in databases that are open and that are sealed."""
+    source = await world.source(DDL, SEED)
+    gone, other, sealed = await world.clone(source), await world.clone(source), await world.clone(source)
+    left = f'"{gone.login}"'
+    for place in (other, sealed):
+        async with world.cluster.inside(place.name) as inside:
+            await inside.connection.execute(
+                f"set event_triggers = off; grant select on public.secret to {left};"
+                f"create schema theirs authorization {left}; create table theirs.t as select 1 as x;"
+                f"alter table theirs.t owner to {left}; reset event_triggers"
+            )
+    await world.cluster.seal(sealed.name)
+    await world.cluster.drop(gone.name, gone.login)
+    async with world.cluster._access.maintenance() as connection:
+        assert not await connection.fetchval("select count(*) from pg_roles where rolname = $1", gone.login)
+        assert await connection.fetchval("select not datallowconn from pg_database where datname = $1", sealed.name)
+    assert await other.user.fetchval("select x from theirs.t") == 1
+
+
+async def test_roles_without_a_database_are_swept(world: World) -> None:
+    source = await world.source(DDL)
+    stray = f"mm_stray_{secrets.token_hex(4)}"
+    async with world.cluster._access.maintenance() as connection:
+        for name in (stray, f"{stray}_hand", f"{stray}_builder"):
+            await connection.execute(f'create role "{name}" login')
+        await world.cluster.clone(source, f"{stray}_b", login=f"{stray}_b", password="p")
+        found = await world.cluster.drop_stray_roles(stray)
+        assert sorted(found) == [stray, f"{stray}_builder", f"{stray}_hand"]
+        await world.cluster.drop(f"{stray}_b", f"{stray}_b")
+        assert await world.cluster.drop_stray_roles(stray) == []

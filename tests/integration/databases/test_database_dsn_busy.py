@@ -56,7 +56,7 @@ async def test_a_client_does_not_let_go_of_its_lock_within_a_transaction(shop: S
     rollout = await shop.one()
     connection = await asyncpg.connect(str((await shop.services.door.dsn(rollout, None))["dsn"]))
     watcher = await asyncpg.connect(shop.state_dsn)
-    held = "select count(*) from pg_locks where locktype = 'advisory' and mode = 'ShareLock' and pid = $1"
+    held = "select count(*) from pg_locks where objid = 7723 and mode = 'ShareLock' and pid = $1"
     async with connection.transaction():
         backend = await connection.fetchval("select pg_backend_pid()")
         await connection.execute("select pg_advisory_unlock_all()")

@@ -10,9 +10,27 @@ begin
         hint = 'Extensions, languages and the like belong to the environment''s own SQL files.';
 end $$;
 
+-- A role that anything in here names (a grant, a policy, default rights) can't be dropped. So nothing may name the roles of
+-- other databases, which end with these.
+create function megamcp.foreign_role() returns name
+language sql stable set search_path = pg_catalog, pg_temp as $$
+    select r.rolname from pg_shdepend s join pg_roles r on r.oid = s.refobjid
+     where s.dbid = (select d.oid from pg_database d where d.datname = current_database())
+       and s.refclassid = 'pg_authid'::regclass
+       and r.rolname not in ('mm_owner', 'mm_hands', session_user) and not r.rolsuper
+       and not (select me.rolsuper from pg_roles me where me.rolname = session_user)
+     limit 1
+$$;
+
 create function megamcp.after_ddl() returns event_trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp set event_triggers = off as $$
+declare
+    stranger name := megamcp.foreign_role();
 begin
+    if stranger is not null then
+        raise exception using errcode = '42501', message = format('role "%s" is not of this database', stranger),
+            hint = 'Grant to public or to mm_owner: a rollout has no other roles.';
+    end if;
     if exists (select from pg_event_trigger_ddl_commands() c
                 where c.schema_name = 'megamcp' or c.object_identity = 'megamcp' and c.object_type = 'schema') then
         raise exception using errcode = '42501', message = 'schema megamcp belongs to the gateway';
