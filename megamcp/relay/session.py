@@ -101,7 +101,7 @@ class Session:
 
     async def start(self, key: bytes) -> None:
         """The first backend, and the client's first ReadyForQuery; or its end. Raises nothing."""
-        self._patience = self._loop.call_later(self._patience_s, self.fail, *_AWAY)
+        self._patience = self._loop.call_later(self._patience_s, self._give_up)
         self._search = asyncio.current_task()
         backend = await self._found()
         if backend is None:
@@ -113,6 +113,9 @@ class Session:
         )
         self._take(backend)
         self._client.attach(self)
+
+    def _give_up(self) -> None:
+        self.fail(*(_BUSY if self._entering else _AWAY))
 
     def fail(self, sqlstate: str, text: str, hint: str | None = None) -> None:
         """Ends the session with an error."""
@@ -268,7 +271,7 @@ class Session:
     def _knock(self) -> None:
         """Sees to it that the session gets in."""
         if self._patience is None:
-            self._patience = self._loop.call_later(self._patience_s, self.fail, *_AWAY)
+            self._patience = self._loop.call_later(self._patience_s, self._give_up)
         if self._backend is None:
             self._look_for_backend()
         elif not self._entering:
@@ -412,7 +415,7 @@ class Session:
         if self._search is None:
             self._search = self._loop.create_task(self._find())
             if self._patience is None:
-                self._patience = self._loop.call_later(self._patience_s, self.fail, *_AWAY)
+                self._patience = self._loop.call_later(self._patience_s, self._give_up)
 
     async def _found(self) -> Backend | None:
         """A backend; None when the session has been ended instead."""
@@ -457,6 +460,11 @@ _AWAY: Final = (
     "57P03",
     "The database of this login can't be reached at the moment.",
     "Try again. It is being moved, or its server is away or has no connection left.",
+)
+_BUSY: Final = (
+    "55P03",
+    "The rollout's database is kept by another transaction or call.",
+    "End the transactions that other clients have open, or try again: who waits for one of them keeps others out.",
 )
 _LOST: Final = (
     "57P01",

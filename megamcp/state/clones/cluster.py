@@ -12,43 +12,33 @@ import os
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import asyncpg
 
-from megamcp import outages
 from megamcp.errors import Conflict, DeadlineExceeded, NotFound, Unavailable
 from megamcp.failpoints import failpoint
 from megamcp.loading import Script, as_script
 from megamcp.loading.units import Progress
-from megamcp.state.clones import disk, fitness, logins, source
+from megamcp.state.clones import disk, fitness, lock, logins, source
 from megamcp.state.clones.access import Access
 from megamcp.state.clones.inside import Inside
+from megamcp.state.clones.lock import OnBusy
 from megamcp.state.clones.types import Disk, Keys
 from megamcp.state.names import ident
 
 log = logging.getLogger(__name__)
 
 PREFIX = "mm_"
-LOCK = 7723
 _CLONING = 7730
 _NAME = re.compile(r"mm_[a-z0-9_]{1,49}")
 _GONE_S = 10.0  # how long an ended backend may take to be gone
 _TERMINATE = "select pg_terminate_backend(pid) from pg_stat_activity where datname = $1 and not (pid = any ($2::int[]))"
-# The functions, not the views on them: those show a session nothing but its own login's (see rights.sql).
-_HOLDERS = """select distinct l.pid, a.application_name from pg_lock_status() l
-  join pg_database d on d.oid = l.database and d.datname = current_database()
-  join pg_stat_get_activity(null) a on a.pid = l.pid
- where l.locktype = 'advisory' and l.granted and l.objid = 7723 and l.classid = 0 and l.objsubid = 1
-   and ($1 or l.mode = 'ExclusiveLock')"""
-
 # How asyncpg says that a backend was ended: the last one where that and the next statement cross.
 _ENDED = (asyncpg.ConnectionDoesNotExistError, asyncpg.AdminShutdownError, asyncpg.InternalClientError)
-
-OnBusy = Callable[[list[str]], Awaitable[None]]
 
 
 class Cluster:
@@ -260,7 +250,7 @@ class Cluster:
             connection = await stack.enter_async_context(self._access.session(name))
             while True:
                 try:
-                    if await self._locked(connection, shared, min(busy_at, give_up) - time.monotonic()):
+                    if await lock.taken(connection, min(busy_at, give_up), shared=shared):
                         break
                 except _ENDED:
                     # Who drains a database ends those that wait for its lock, other gateways' too.
@@ -276,12 +266,12 @@ class Cluster:
                         code="deadline_exceeded",
                         hint="A call or a client's transaction is open on it; try again when it's done.",
                     )
-                await self._end_holders(connection, shared, on_busy)
+                await lock.end_holders(connection, on_busy, shared=shared)
                 busy_at = time.monotonic() + 0.2
             try:
                 yield Inside(connection, lambda: self._access.hand(name))
             finally:
-                await asyncio.shield(self._unlock(connection))
+                await asyncio.shield(lock.let_go(connection))
 
     async def disk(self) -> Disk | None:
         """Room on the file system that holds the data; None where it isn't this machine's."""
@@ -393,29 +383,6 @@ class Cluster:
             if time.monotonic() > give_up:
                 raise DeadlineExceeded(f"Sessions of database {name} don't end.", code="sessions_remain")
             await asyncio.sleep(0.001)
-
-    async def _locked(self, connection: Any, shared: bool, wait_s: float) -> bool:
-        function = "pg_advisory_lock_shared" if shared else "pg_advisory_lock"
-        try:
-            await connection.execute(
-                f"set local lock_timeout = {max(1, int(wait_s * 1000))}; select {function}({LOCK})"
-            )
-        except asyncpg.LockNotAvailableError:
-            return False
-        return True
-
-    async def _unlock(self, connection: Any) -> None:
-        try:
-            await connection.execute("select pg_advisory_unlock_all()")
-        except outages.DRIVER:
-            connection.terminate()
-
-    async def _end_holders(self, connection: Any, shared: bool, on_busy: OnBusy) -> None:
-        holders = await connection.fetch(_HOLDERS, not shared)
-        calls = [row["application_name"].partition(" ") for row in holders]
-        await on_busy([nonce for kind, _, nonce in calls if kind == "call"])
-        for row in holders:
-            await connection.execute("select pg_terminate_backend($1, 1000)", row["pid"])
 
     async def _cleared(self, name: str, role: str) -> None:
         async with self._access.maintenance() as connection:

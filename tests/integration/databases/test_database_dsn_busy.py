@@ -67,3 +67,27 @@ async def test_a_client_does_not_let_go_of_its_lock_within_a_transaction(shop: S
         await connection.execute("select mm_unlock_all()")
     await connection.close()
     await watcher.close()
+
+
+async def test_a_client_is_not_kept_out_by_another_ones_transaction_that_a_checkpoint_waits_for(shop: Shop) -> None:
+    rollout = await shop.one()
+    dsn = str((await shop.services.door.dsn(rollout, None))["dsn"])
+    slow, quick, watcher = [await asyncpg.connect(one) for one in (dsn, dsn, shop.state_dsn)]
+    await quick.execute("create table t (n int)")
+    waits = (
+        "select count(*) from pg_locks l join pg_database d on d.oid = l.database where objid = 7723 and not granted"
+    )
+    await slow.execute("begin; insert into t values (0)")
+    checkpoint = asyncio.create_task(shop.checkpoint(rollout))
+    for n in range(1, 3):
+        while not await watcher.fetchval(waits):
+            await asyncio.sleep(0.001)
+        await quick.execute("insert into t values ($1)", n)
+        assert not checkpoint.done()
+    await slow.execute("commit")  # nobody has ended it meanwhile
+    point = await checkpoint
+    await quick.execute("delete from t")
+    await shop.roll_back(rollout, point["id"])
+    assert await shop.read(rollout, "select n from t order by n") == [[0], [1], [2]]
+    for connection in (slow, quick, watcher):
+        await connection.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megamcp import errors
 from megamcp.relay import messages
 from megamcp.relay.messages import Client, Server, message
-from tests.integration.relay.house import House, house
+from tests.integration.relay.house import LOCK, House, house
 from tests.integration.relay.raw import Raw, failure, logged_in, opened, query
 
 
@@ -71,6 +71,14 @@ async def test_the_servers_own_words_are_kept_from_the_client(postgres_dsn: str)
         assert told["C"] == "57P03"
         assert "mm_" not in str(told)
         assert home.resolved > 3
+
+
+async def test_a_client_that_waits_for_anothers_transaction_is_told_so(postgres_dsn: str) -> None:
+    async with house(postgres_dsn, patience_s=0.3) as home, home.inside() as mover, await through(home) as raw:
+        await mover.execute(f"select pg_advisory_lock({LOCK})")
+        raw.writer.write(query("select 1"))
+        told = failure(await raw.rest())
+        assert (told["C"], told["M"]) == ("55P03", "The rollout's database is kept by another transaction or call.")
 
 
 async def test_a_database_without_the_two_functions_is_refused(home: House) -> None:
