@@ -123,7 +123,8 @@ class Sequence:
     minimum: int
     maximum: int
     cycle: bool
-    last: int  # value handed out last (start - increment before the first)
+    last: int  # value handed out last; where the next one was set, that less the increment
+    called: bool  # `last` was really handed out
     owner: str | None = None  # table whose column owns it
 
 
@@ -339,6 +340,7 @@ async def _sequences(conn: Any, schema: str) -> tuple[Sequence, ...]:
                 maximum=row["seqmax"],
                 cycle=row["seqcycle"],
                 last=last if called else last - row["seqincrement"],
+                called=called,
                 owner=row["owner"],
             )
         )

@@ -50,6 +50,27 @@ def next_value(state: str, name: str) -> str:
     return f"{ident(state)}.{ident(hidden(name, 'next'))}()"
 
 
+_UNCALLED = 1_000_000
+"""Numbers of counters that hold at which `last` of its sequence nothing was handed out, above those of all others."""
+
+
+def _never(sequence: Sequence) -> int:
+    """No `last` of the sequence."""
+    return -(2**63) if sequence.increment > 0 else 2**63 - 1
+
+
+def shown(state: str, visible: str, found: tuple[Sequence, ...]) -> str:
+    """What `select … from the_sequence` reads, by its name. Run as the view role."""
+    return "".join(
+        f"create view {ident(visible)}.{ident(q.name)} as select * from {shown_by(state, q.name)};\n" for q in found
+    )
+
+
+def shown_by(state: str, name: str) -> str:
+    """The call that gives what a sequence shows."""
+    return f"{ident(state)}.{ident(hidden(name, 'shown'))}()"
+
+
 def setting(sequence: Sequence) -> str:
     """The transaction-local setting that holds `head:last value` of a sequence."""
     return f"megamcp.c{sequence.number + FIRST_SEQUENCE - 1}"
@@ -74,11 +95,14 @@ def sequences(state: str, visible: str, found: tuple[Sequence, ...]) -> str:
 
 def _sequence(s: str, state: str, sequence: Sequence) -> str:
     name, number = literal(f"sequence:{sequence.name}"), sequence.number + FIRST_SEQUENCE - 1
+    mark = f"{_UNCALLED + number}, {literal(f'uncalled:{sequence.name}')}"
+    never = _never(sequence)
+    called = f'if {s}."~read"({mark}) <> {never} then\n    perform {s}."~store"({mark}, {never});\n  end if;'
     up = sequence.increment > 0
     limit, first = (sequence.maximum, sequence.minimum) if up else (sequence.minimum, sequence.maximum)
     word = "maximum" if up else "minimum"
     if sequence.cycle:
-        past = f"_value := {first};"
+        past = f"_value := {first};\n  {called}"  # else it would meet the mark again
     else:
         message = literal(f'nextval: reached {word} value of sequence "{sequence.name}" ({limit})'.replace("%", "%%"))
         past = f"raise exception {message} using errcode = '2200H';"
@@ -106,16 +130,30 @@ begin
   perform megamcp.verified(true);
   if is_called then
     perform {s}."~store"({number}, {name}, value);
+  {called}
   else  -- the next value is this one, and what the call drew last stays what it was
     perform {s}."~store"({number}, {name}, value - ({sequence.increment}));
+    perform {s}."~store"({mark}, value - ({sequence.increment}));
     _done := set_config({literal(setting(sequence))}, current_setting({literal(setting(sequence))}) || ':'
       || coalesce(split_part(_before, ':', case when _before like '%:%:%' then 3 else 2 end), ''), true);
   end if;
   return value;
 end"""
+    shown_body = f"""declare
+  _value bigint := {s}."~read"({number}, {name});
+begin
+  is_called := _value <> {s}."~read"({mark});
+  last_value := case when is_called then _value else _value + ({sequence.increment}) end;
+  log_cnt := 0;  -- how many numbers the write-ahead log is ahead: a state has none
+  return next;
+end"""
     head = "language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as"
+    unset = never if sequence.called else sequence.last
     return (
-        f'insert into {s}."~counters" values (0, {name}, {number}, {sequence.last});\n'
+        f'insert into {s}."~counters" (layer, number, name, value)'
+        f" values (0, {number}, {name}, {sequence.last}), (0, {mark}, {unset});\n"
+        f"create function {shown_by(state, sequence.name)} returns table (last_value bigint, log_cnt bigint,"
+        f" is_called boolean) {head} {body_quote(shown_body)};\n"
         f"create function {next_value(state, sequence.name)} returns bigint {head} {body_quote(body)};\n"
         f"create function {s}.{ident(hidden(sequence.name, 'set'))}(value bigint, is_called boolean) "
         f"returns bigint {head} {body_quote(set_body)};\n"

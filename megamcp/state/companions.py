@@ -3,7 +3,8 @@
 A view with INSTEAD OF triggers knows neither. So each table has, beside its view in v_<h>,
 
 - a *shape*: an empty table of the same name with the same keys, which no row can enter. EXPLAIN of an INSERT into it
-  makes PostgreSQL itself say which keys an ON CONFLICT clause means, or that it means none;
+  makes PostgreSQL itself say which keys an ON CONFLICT clause means, or that it means none; and whether a column that
+  takes no value is given one (`fixed`);
 - `t~proposed`, a view that takes the proposed rows: defaults, casts and row checks as for INSERT, nothing is written;
 - `t~conflict`, a view that takes a proposed row together with the row that it met and what DO UPDATE makes of it, and
   inserts, updates or leaves out. Its statement triggers are those of the table's view;
@@ -16,7 +17,7 @@ from typing import Any
 
 import postgast
 
-from megamcp.state import keyless, probes, triggers, user_triggers
+from megamcp.state import fixed, keyless, probes, triggers, user_triggers
 from megamcp.state.catalog import Catalog, Column, Key, Table
 from megamcp.state.names import LAYER, STAMP, body_quote, hidden, ident, literal
 from megamcp.state.tables import delta, match
@@ -50,7 +51,8 @@ async def shapes(conn: Any, visible: str, catalog: Catalog) -> str:
     parts: list[str] = []
     for table in catalog.tables:
         columns = "".join(
-            f"{ident(c.name)} {c.type}{f' collate {c.collation}' if c.collation else ''}, " for c in table.columns
+            f"{ident(c.name)} {c.type}{f' collate {c.collation}' if c.collation else ''}{fixed.shape_of(c)}, "
+            for c in table.columns
         )
         parts.append(f"create table {w}.{ident(table.name)} ({columns}check (false));\n")
         if user_triggers.for_statements(catalog, table):

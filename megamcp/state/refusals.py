@@ -75,6 +75,11 @@ OLD_ROWS = Refusal(
     "the row goes through another view",
     "Name the columns without old or new.",
 )
+VIEW_CONFLICT = Refusal(
+    f"{_CONFLICT} or OVERRIDING into a view of the environment",
+    "its keys and identity columns are its table's, which only the table's own name leads to",
+    "Name the table.",
+)
 OVERRIDING_CONFLICT = Refusal(f"OVERRIDING with {_CONFLICT}", "they take different ways", "Use one of them.")
 OVERRIDING = Refusal(
     "OVERRIDING in MERGE",

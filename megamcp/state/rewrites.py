@@ -1,5 +1,5 @@
 """Statements that a view does not take, rewritten to ones that it does: INSERT … ON CONFLICT, OVERRIDING, row locks,
-the keyword forms of the clock.
+the keyword forms of the clock. And a look ahead at values that columns don't take (`fixed`).
 
 `INSERT … ON CONFLICT` becomes two steps of one command, through the views of schema w_<h> (`companions`):
 
@@ -24,7 +24,7 @@ from typing import Any
 import postgast
 from postgast import pg_query_pb2 as pb
 
-from megamcp.state import refusals
+from megamcp.state import fixed, refusals
 from megamcp.state.names import hidden, ident, idents, literal
 from megamcp.state.statements import refuse
 
@@ -38,6 +38,7 @@ _CANDIDATE = re.compile(
 _KEPT, _KEPT_LENGTH = 1_000, 16_000  # texts, so that they stay below some 64 MiB
 
 _COMPANION = "select 'w_' || substr(current_schema(), 3)"
+_IS_VIEW = "select exists (select from pg_class where oid = to_regclass(format('%I', $1::text)) and relkind = 'v')"
 _TABLE = """
 select current_schema()::text as visible, array(
   select a.attname::text from pg_catalog.pg_attribute a
@@ -59,8 +60,8 @@ where x.indrelid = to_regclass(format('%I.%I', $1::text, $2::text)) and x.indisu
 
 
 def candidate(sql: str) -> bool:
-    """False for a text that surely needs no rewriting: nearly all of them."""
-    return _CANDIDATE.search(sql) is not None
+    """False for a text that surely needs no look."""
+    return fixed.WRITES.search(sql) is not None or _CANDIDATE.search(sql) is not None
 
 
 class Unmet(Exception):
@@ -106,6 +107,7 @@ class Rewriter:
     def __init__(self) -> None:
         self._texts: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._tables: dict[tuple[str, str], _Table | None] = {}
+        self._ahead = fixed.Ahead()
 
     async def rewrite(self, sql: str, fetch: Fetch, path: str = "", *, read_only: bool = False) -> tuple[str, bool]:
         """The statement to run in place of `sql`, and whether it takes the parameters of `sql`.
@@ -121,7 +123,11 @@ class Rewriter:
         try:
             if key in self._texts:
                 return self._texts[key], True
-            text = await self._rewritten(clock_calls(sql), fetch, path, read_only)
+            if not read_only and (refused := await self._ahead.refused(sql, fetch, path)):
+                return refused, False
+            text = sql
+            if _CANDIDATE.search(sql):
+                text = await self._rewritten(clock_calls(sql), fetch, path, read_only)
         except Unmet as unmet:
             return unmet.statement, False
         if len(sql) <= _KEPT_LENGTH:
@@ -182,7 +188,7 @@ class Rewriter:
         for item in statement.relations:
             table = await self._table(item.range_var, fetch, path)
             if table is None:
-                raise Unmet(f"select from {ident(item.range_var.relname)}")
+                raise Unmet(f"truncate {ident(item.range_var.relname)}")
             names.append(table.name)
             schema = table.schema
         restart, cascade = statement.restart_seqs, statement.behavior == pb.DROP_CASCADE
@@ -199,6 +205,8 @@ class Rewriter:
         if insert.override in (0, pb.OVERRIDING_NOT_SET):
             return False
         table = await self._table(insert.relation, fetch, path)
+        if table is None:
+            await _no_view(insert.relation, fetch)
         if insert.HasField("on_conflict_clause"):
             refuse(refusals.OVERRIDING_CONFLICT)
         system = insert.override == pb.OVERRIDING_SYSTEM_VALUE
@@ -237,6 +245,7 @@ class Rewriter:
             return None
         table = await self._table(insert.relation, fetch, path)
         if table is None:
+            await _no_view(insert.relation, fetch)
             return None
         if not table.accepted or table.triggers:
             refuse(refusals.TOO_WIDE if not table.triggers else refusals.STATEMENT_TRIGGERS)
@@ -270,6 +279,12 @@ class Rewriter:
             f"as {ident(alias)} on true cross join lateral "
             f"(select case when {hit} then {wanted} end as _mm_wanted offset 0) as _mm_w{returning}"
         )
+
+
+async def _no_view(relation: pb.RangeVar, fetch: Fetch) -> None:
+    (row,) = await fetch(_IS_VIEW, relation.relname)
+    if row[0]:
+        refuse(refusals.VIEW_CONFLICT)
 
 
 async def _arbiters(clause: pb.OnConflictClause, table: _Table, alias: str, fetch: Fetch) -> tuple[_Key, ...]:

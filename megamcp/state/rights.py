@@ -16,7 +16,7 @@ run SQL as the owner and as the view role. PostgreSQL refuses SET ROLE inside th
 from typing import Any
 
 from megamcp.state.catalog import Catalog
-from megamcp.state.clock import next_value
+from megamcp.state.clock import next_value, shown_by
 from megamcp.state.companions import schema_name
 from megamcp.state.names import hidden, ident, literal
 
@@ -124,10 +124,11 @@ def grants(state: str, visible: str, catalog: Catalog, roles: tuple[str, str, st
     """Rights of the four roles (owner, view, tool, query) of a loaded state."""
     s, v = ident(state), ident(visible)
     owner, view, tool, query = map(ident, roles)
-    writable = ", ".join(f"{v}.{ident(table.name)}" for table in catalog.tables)
-    shown = [*(table.name for table in catalog.tables), *(made.name for made in catalog.remakes if made.kind == "view")]
-    readable = ", ".join(f"{v}.{ident(name)}" for name in shown)
-    reads = f"grant select on {readable} to {tool}, {query};" if shown else ""
+    # Which views PostgreSQL updates by itself it says when somebody tries.
+    names = [*(table.name for table in catalog.tables), *(made.name for made in catalog.remakes if made.kind == "view")]
+    writable = ", ".join(f"{v}.{ident(name)}" for name in names)
+    readable = ", ".join(f"{v}.{ident(name)}" for name in (*names, *(q.name for q in catalog.sequences)))
+    reads = f"grant select on {readable} to {tool}, {query};" if readable else ""
     shared = f"{view}, {tool}, {query}"
     changes = f"grant insert, update, delete on {writable} to {tool};" if writable else ""
     return f"""
@@ -148,6 +149,7 @@ def _sequence_grants(state: str, catalog: Catalog, roles: str) -> list[str]:
     calls += [
         f"{ident(state)}.{ident(hidden(sequence.name, 'set'))}(bigint, boolean)" for sequence in catalog.sequences
     ]
+    calls += [shown_by(state, sequence.name) for sequence in catalog.sequences]
     return [f"grant execute on function {call} to {roles};\n" for call in calls]
 
 

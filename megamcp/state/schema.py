@@ -44,7 +44,7 @@ from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, ROW, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 15
+COMPILER_VERSION = 16
 _ATTEMPTS = 20
 MODULUS = 1 << 128
 
@@ -298,6 +298,7 @@ async def _build(conn: Any, made: SchemaState, found: catalog.Catalog, progress:
         + rights.to_owner(v, found, made.owner_role),
     )
     await rights.as_owner(conn, s, clocks.sequences(s, v, found.sequences) + foreign_keys.queue(s))
+    await rights.as_view(conn, v, clocks.shown(s, v, found.sequences))
 
 
 async def _remake(conn: Any, v: str, found: catalog.Catalog) -> None:
@@ -320,8 +321,12 @@ async def _rewrite_functions(conn: Any, v: str, found: catalog.Catalog) -> None:
     rewriter = rewrites.Rewriter()
     await conn.execute("select set_config('search_path', $1, true)", f"{ident(v)}, pg_catalog")
 
+    async def fetch(sql: str, *arguments: Any) -> Any:
+        async with conn.transaction():
+            return await conn.fetch(sql, *arguments)
+
     async def rewrite(sql: str) -> tuple[str, bool]:
-        return await rewriter.rewrite(sql, conn.fetch)
+        return await rewriter.rewrite(sql, fetch)
 
     problems: list[refuse.Problem] = []
     for remake in found.remakes:
@@ -434,7 +439,7 @@ async def counters(conn: Any, state: SchemaState, chain: Sequence[int]) -> dict[
     """Sequences, clock offset (µs) and random position as the chain has them; the newest layer wins."""
     rows = await conn.fetch(
         f'select distinct on (name) name, value from {ident(state.hidden_schema)}."~counters" '
-        "where layer = any ($1::bigint[]) order by name, layer desc",
+        "where layer = any ($1::bigint[]) and name not like 'uncalled:%' order by name, layer desc",
         [0, *chain],
     )
     return {row["name"]: row["value"] for row in rows}

@@ -1,6 +1,7 @@
 """SQL of what a tool sees: the views over the hidden tables, and their columns' defaults. Both run as the view role.
 
-The environment's own views are read only. Who may do what with a view is said in `rights`.
+The environment's own views are made again over these as they were: PostgreSQL writes through them where it would write
+through one over a table. Who may do what with a view is said in `rights`.
 """
 
 from megamcp.state.catalog import Table

@@ -180,8 +180,11 @@ begin
 end $body$;
 create function {v}.nextval(sequence text) returns bigint language sql volatile
 return case {s}."~sequence"(sequence) {next} else {s}."~missing"(sequence) end;
+create function {v}.nextval(sequence regclass) returns bigint language sql volatile return {v}.nextval(sequence::text);
 create function {v}.setval(sequence text, value bigint, is_called boolean default true) returns bigint language sql volatile
 return case {s}."~sequence"(sequence) {set} else {s}."~missing"(sequence) end;
+create function {v}.setval(sequence regclass, value bigint, is_called boolean default true) returns bigint
+language sql volatile return {v}.setval(sequence::text, value, is_called);
 -- What the call itself drew or set: a call is what PostgreSQL calls a session here.
 create function {s}."~drawn"(setting text) returns text language sql stable set search_path = pg_catalog, pg_temp
 return nullif(split_part(current_setting(setting, true), ':', case when current_setting(setting, true) like '%:%:%' then 3 else 2 end), '');
@@ -198,6 +201,7 @@ begin
   end if;
   return _value::bigint;
 end $body$;
+create function {v}.currval(sequence regclass) returns bigint language sql volatile return {v}.currval(sequence::text);
 create function {v}.lastval() returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $body$
 declare
   _value text := {s}."~drawn"('megamcp.c' || nullif(current_setting('megamcp.last', true), ''));

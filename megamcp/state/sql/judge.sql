@@ -23,7 +23,7 @@ union all select w.construct, c.relname || '.' || t.tgname, w.reason, w.hint
     (t.tgconstraint <> 0, 'constraint trigger', 'when it fires can''t be told from a view', 'Make it a plain AFTER trigger.'),
     (t.tgoldtable is not null or t.tgnewtable is not null, 'trigger with transition tables', 'a view has none', 'Use a row trigger.'),
     (t.tgtype & 32 <> 0, 'TRUNCATE trigger', 'rows leave one by one', 'Leave it out.'),
-    (t.tgtype & 64 <> 0, 'INSTEAD OF trigger', 'views of the environment are read only', 'Write the tables.'),
+    (t.tgtype & 64 <> 0, 'INSTEAD OF trigger', 'what it would do beside the state''s own is not known', 'Leave the view to PostgreSQL, or write the tables.'),
     (t.tgtype & 1 = 0 and exists (select from pg_constraint n where n.conrelid = c.oid and n.contype = 'f'
         and (n.confdeltype in ('c', 'n', 'd') or n.confupdtype in ('c', 'n', 'd'))),
       'statement trigger on a table that foreign keys act on', 'PostgreSQL fires it once for all actions of a command', 'Use a row trigger.'),
@@ -36,6 +36,8 @@ union all select w.construct, c.relname || '.' || t.tgname, w.reason, w.hint
   ) w(found, construct, reason, hint) where w.found and not t.tgisinternal
 union all select 'rule', c.relname || '.' || r.rulename, 'rules rewrite statements', 'Do it in the tool server.'
   from pg_rewrite r join c on c.oid = r.ev_class where r.rulename <> '_RETURN'
+union all select 'default of a view''s column', c.relname || '.' || a.attname, 'the view is made anew', 'Give the table''s column the default.'
+  from pg_attrdef d join c on c.oid = d.adrelid and c.relkind = 'v' join pg_attribute a on a.attrelid = c.oid and a.attnum = d.adnum
 union all select 'exclusion constraint', c.relname || '.' || n.conname, 'it has no index over a chain', 'Check it in the tool server.'
   from pg_constraint n join c on c.oid = n.conrelid where n.contype = 'x'
 union all select 'constraint not valid or not enforced', c.relname || '.' || n.conname, 'base rows may break it', 'Validate it.'

@@ -158,3 +158,20 @@ async def test_squashed_layers_show_the_same_rows_and_can_be_written_on(world, t
     assert await schema.digest(world.control, rollout.state, [into]) == digest
     assert await schema.diff(world.control, rollout.state, chain, [into], 10) == {}
     await twins.call("update maybe set note = note || '!'", "delete from log where n = 2", "update log set word = 'w'")
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "when matched then update set u = s.u",
+        "when matched and s.u = 7 then delete when matched then update set u = s.u",
+        "when matched and s.u = 2 then delete when matched then update set u = s.u",
+    ],
+)
+@pytest.mark.parametrize("rows", ["(1, 7), (1, 2)", "(1, 2), (1, 7)", "(1, 1), (1, 2)"])
+@pytest.mark.parametrize("key", ["u int unique, id int", "u int unique, id int primary key"])
+async def test_a_merge_tells_of_a_row_met_twice_or_of_a_clash_by_which_comes_first(world, key, rows, action):
+    """Two source rows meet row 1, one of them brings a value that row 2 has. A hash join would choose the order."""
+    twins = await Twins.make(world, f"create table t ({key})", "insert into t (u, id) values (1, 1), (2, 2), (3, 3)")
+    merge = f"merge into t using (values {rows}) s(id, u) on t.id = s.id {action}"
+    await twins.call("set local enable_hashjoin = off", "set local enable_mergejoin = off", merge)

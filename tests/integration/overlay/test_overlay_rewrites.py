@@ -183,3 +183,40 @@ def test_set_constraints_is_taken_for_the_environment_s_own(compare: Callable[..
             "set constraints f, nothing deferred",
         ],
     )
+
+
+@pytest.mark.support("a value for a GENERATED ALWAYS column: refused before any row is looked at", "exact")
+def test_a_value_for_a_column_that_takes_none_is_refused_whatever_rows_there_are(
+    compare: Callable[..., None],
+) -> None:
+    compare(
+        DDL,
+        TABLES,
+        SEEDS,
+        [
+            "insert into always (id, v) select id, v from byhand where false",
+            "insert into always select id, v from byhand where false",
+            "insert into always select * from byhand where false",
+            "insert into always as a (w) select 1 where false returning a.id",
+            "insert into always (v) select v from byhand where false",
+            "insert into always (id, v) values (default, 3), (default, 4) returning *",
+            "insert into always (id, v) values (default, 3), (9, 4)",
+            "insert into always values (default, 3, default) returning *",
+            "insert into always (id, v) overriding user value select 7, 8 where false",
+            "insert into always (id, v, w) overriding system value select 7, 8, 9 where false",
+            "insert into always (v) values (3) on conflict (id) do update set id = 4",
+            "update always set id = id where false",
+            "update always a set (v, w) = (1, 2) where a.id < 0",
+            "update always set (id, v) = (default, 5) where id = 1 returning *",
+            "update always set w = default where false",
+            "merge into always a using byhand b on false when not matched and b.v < 0 then insert (id) values (1)",
+            "merge into always a using byhand b on false when not matched and b.v < 0 then insert values (1)",
+            "merge into always a using byhand b on a.id = b.id when matched then update set w = 1",
+            "merge into always a using byhand b on false when not matched then insert (v) values (b.v)",
+            "with x as (insert into always (id) select 1 where false returning id) select * from x",
+            "with x as (update byhand set v = 1 where false returning id) update always set id = 3 from x",
+            "insert into always (id, v) select id, nope from byhand where false",
+            "insert into always (id, v) select id, 'x' from byhand where false",
+            "select * from always order by id",
+        ],
+    )

@@ -36,12 +36,14 @@ VISIBLE = {
     '"localtimestamp"()',
     '"localtimestamp"(integer)',
     "clock_timestamp()",
+    "currval(regclass)",
     "currval(text)",
     "gen_random_uuid()",
     "initials()",
     "lastval()",
     "megamcp_advance_clock(bigint)",
     "megamcp_draw()",
+    "nextval(regclass)",
     "nextval(text)",
     "now()",
     "random()",
@@ -49,6 +51,7 @@ VISIBLE = {
     "random(integer,integer)",
     "random(numeric,numeric)",
     "random_normal(double precision,double precision)",
+    "setval(regclass,bigint,boolean)",
     "setval(text,bigint,boolean)",
     "statement_timestamp()",
     "timeofday()",
@@ -95,13 +98,14 @@ async def test_the_logins_have_the_views_of_their_environment_and_nothing_else(
     parts = ("secret", '"secret~conflict"', '"secret~proposed"', '"secret~system"', '"secret~user"')
     parts += ("clue", '"clue~conflict"', '"clue~proposed"')
     beside = {f"w_{attack.state.hash}.{part}": ["select", "insert"] for part in parts}
-    assert found == {"secret": writable, "clue": writable, "hint": ["select"]} | beside
+    sequence = {"secret_id_seq": ["select"]}
+    assert found == {"secret": writable, "clue": writable, "hint": writable} | sequence | beside
     for name in beside:
         (mine,) = await attack.open()
         async with attack.call(tool, mine):
             assert await tool.fetchval(f"select count(*) from {name}") == 0
     found = {row["name"]: row["rights"] for row in await query.fetch(RELATIONS)}
-    assert found == {"secret": ["select"], "clue": ["select"], "hint": ["select"]}
+    assert found == {"secret": ["select"], "clue": ["select"], "hint": ["select"]} | sequence
 
 
 @pytest.mark.parametrize("login", ["tool", "query"])
@@ -211,9 +215,9 @@ async def test_base_delta_and_control_tables_are_out_of_reach(
             f"{s}.\"~read\"(0, 'random')",
             f'{s}."~drain"()',
             f"{s}.\"~freeze\"('{{}}', 1)",
-            "nextval('megamcp.layer_seq'::regclass)",
-            "setval('megamcp.layer_seq'::regclass, 1)",
-            "setval('megamcp.stamp_seq'::regclass, 1)",
+            "pg_catalog.nextval('megamcp.layer_seq'::regclass)",
+            "pg_catalog.setval('megamcp.layer_seq'::regclass, 1)",
+            "pg_catalog.setval('megamcp.stamp_seq'::regclass, 1)",
         ):
             await refused(conn, f"select {call}", state=("42501", "3F000"))
 

@@ -1,0 +1,139 @@
+"""Values for columns that take none (GENERATED ALWAYS), refused as PostgreSQL does it: before a row is looked at.
+
+A view has no such columns, so its triggers see the value only when a row arrives. But the shape of its table has them
+(`companions`), and EXPLAIN of the same statement over the shape makes PostgreSQL say 428C9 in its own words. Only
+statements that may give such a value are asked about.
+
+Not here: what comes through an environment's own view, or runs in its functions. There the triggers remain.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import postgast
+from postgast import pg_query_pb2 as pb
+
+from megamcp.state.catalog import Column
+
+WRITES = re.compile(r"\binsert\b|\bupdate\b|\bmerge\b", re.I)
+"""What a statement that may give such a value holds."""
+# Tables with such columns, by their shapes; `places` count from 1.
+_TABLES = """
+select c.relnamespace::regnamespace::text as schema, c.relname::text as name,
+  array_agg(a.attname::text order by a.attnum) as columns, array_agg(a.attnum::int order by a.attnum) as places
+from pg_catalog.pg_class c join pg_catalog.pg_attribute a on a.attrelid = c.oid
+where c.relnamespace = to_regnamespace(format('%I', 'w_' || substr(current_schema(), 3))) and c.relkind = 'r'
+  and a.attnum > 0 and (a.attidentity = 'a' or a.attgenerated <> '') group by 1, 2
+"""
+
+Columns = Mapping[str, int]
+"""Name of a column that takes no value → its place in the table."""
+
+
+class Ahead:
+    """Asks PostgreSQL for one state; remembers which tables are worth it."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str, Mapping[str, Columns]]] = {}
+
+    async def refused(self, sql: str, fetch: Callable[..., Awaitable[Any]], path: str) -> str | None:
+        """A statement without parameters that fails as `sql` would when it's planned; None when it wouldn't.
+
+        `fetch` and `path` as for `rewrites.Rewriter`.
+        """
+        if not WRITES.search(sql):
+            return None
+        if path not in self._known:
+            rows = await fetch(_TABLES)
+            found = {row["name"]: dict(zip(row["columns"], row["places"], strict=True)) for row in rows}
+            self._known[path] = rows[0]["schema"] if rows else "", found
+        schema, tables = self._known[path]
+        explain = _probe(sql, tables, schema)
+        if explain is None:
+            return None
+        try:
+            await fetch(explain)
+        except Exception as error:
+            state = getattr(error, "sqlstate", None)
+            if state is None:
+                raise
+            return explain if state == "428C9" else None
+        return None
+
+
+def _probe(sql: str, tables: Mapping[str, Columns], schema: str) -> str | None:
+    """The EXPLAIN that fails if `sql` gives such a column a value; None when it surely doesn't.
+
+    Other errors of it mean nothing: parameters, whose types are not known yet, are nulls.
+    """
+    lowered = sql.lower()
+    if not any(name.lower() in lowered for name in tables):
+        return None
+    try:
+        tree = postgast.parse(sql)
+    except Exception:  # PostgreSQL will tell, or protobuf's bound of 100 levels is passed
+        return None
+    found = False
+    for kind, write in _writes(tree):
+        fixed = tables.get(write.relation.relname)
+        if fixed and _may_give(kind, write, fixed):
+            found = True
+            if not write.relation.HasField("alias"):
+                write.relation.alias.aliasname = write.relation.relname
+            write.relation.schemaname = schema
+    if not found:
+        return None
+    for node in postgast.find_nodes(tree, pb.Node):
+        if node.HasField("param_ref"):
+            node.a_const.isnull = True
+    return f"explain {postgast.deparse(tree)}"
+
+
+def _writes(tree: pb.ParseResult) -> Iterator[tuple[str, Any]]:
+    for raw in tree.stmts:
+        kind = raw.stmt.WhichOneof("node") or ""
+        statement: Any = getattr(raw.stmt, kind)
+        for item in statement.with_clause.ctes if hasattr(statement, "with_clause") else ():
+            query = item.common_table_expr.ctequery
+            inner = query.WhichOneof("node") or ""
+            if inner in _ROWS:
+                yield inner, getattr(query, inner)
+        if kind in _ROWS:
+            yield kind, statement
+
+
+_ROWS = ("insert_stmt", "update_stmt", "merge_stmt")
+
+
+def _may_give(kind: str, write: Any, fixed: Columns) -> bool:
+    if kind == "update_stmt":
+        return _named(write.target_list, fixed)
+    if kind == "merge_stmt":
+        return any(_action_gives(item.merge_when_clause, fixed) for item in write.merge_when_clauses)
+    select = write.select_stmt.select_stmt
+    conflict = _named(write.on_conflict_clause.target_list, fixed)
+    if write.cols or not write.HasField("select_stmt"):
+        return conflict or _named(write.cols, fixed)
+    # By place. How many columns a query has only PostgreSQL knows.
+    widest = max((len(row.list.items) for row in select.values_lists), default=0)
+    return conflict or not select.values_lists or widest >= min(fixed.values())
+
+
+def _action_gives(action: pb.MergeWhenClause, fixed: Columns) -> bool:
+    by_place = bool(action.values) and not action.target_list
+    return (by_place and len(action.values) >= min(fixed.values())) or _named(action.target_list, fixed)
+
+
+def _named(targets: Any, fixed: Columns) -> bool:
+    return any(item.res_target.name in fixed for item in targets)
+
+
+def shape_of(column: Column) -> str:
+    """What makes a column of a shape one that takes no value; empty for others."""
+    if column.identity == "a":
+        return " generated always as identity"
+    if column.generated is not None:
+        collation = f" collate {column.collation}" if column.collation else ""
+        return f" generated always as (null::{column.type}{collation}) stored"
+    return ""
