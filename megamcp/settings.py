@@ -91,6 +91,12 @@ class Settings(BaseSettings):
     rollback_grace_s: float = Field(
         0.5, ge=0, description="How long rollback and release wait for running calls before they end them."
     )
+    rewind_timeout_s: float = Field(
+        60,
+        gt=0,
+        description="How long a database may take to put rows back. Over it, a copy is made in its place, with the"
+        " same limit.",
+    )
     query_timeout_s: float = Field(10, gt=0, description="Deadline of an evaluator's SQL query.")
     query_rows: int = Field(10_000, gt=0, description="Most rows that an evaluator's SQL query returns.")
     diff_rows: int = Field(1_000, gt=0, description="Most rows that a diff lists for each table.")

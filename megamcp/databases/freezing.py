@@ -90,7 +90,7 @@ class Freezer:
             async with cluster.inside(copy) as there:
                 fits = await there.reachable(mark.position)
                 if fits:
-                    await there.rewind(mark.position)
+                    await there.rewind(mark.position, within_s=max(patience_s, 1))
             await cluster.seal(copy)
             if fits:
                 return Point(name, mark.position, copy, mark.position, None, mark.call)

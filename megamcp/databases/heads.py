@@ -300,9 +300,9 @@ class Databases:
         await self.copy(cluster, point.database, name)
         async with cluster.inside(name) as inside:
             split = await inside.position()
-            if await inside.go_back(point.position):
+            if await inside.go_back(point.position, within_s=self._settings.rewind_timeout_s):
                 return {**lineage, point.database: split}
-        # DDL came after it. What a sealed copy or the source holds can be played on: nothing such lies between.
+        # DDL came after it, or it takes too long. A sealed copy or the source can be played on: no DDL lies between.
         sealed, after = point.sealed, point.sealed_position
         if sealed is None or after is None:
             sealed, after = await self.sources.of(server.database, cluster.name), 0
@@ -313,7 +313,7 @@ class Databases:
             await cluster.drop(name, name)
             await self.copy(cluster, sealed, name)
             async with cluster.inside(name) as inside, cluster.inside(log_of) as log:
-                await inside.redo(log, after, point.position)
+                await inside.redo(log, after, point.position, within_s=self._settings.rewind_timeout_s)
             await self.underway.ready(log_of, sealed=False)
         known = {ancestor: min(position, after) for ancestor, position in lineage.items()}
         return {**known, point.database: after, sealed: after}
@@ -333,7 +333,7 @@ class Databases:
                 reached = True  # another process, or this one before it was killed
             else:
                 await cluster.mend_logins(name, self.password)
-                if reached := await inside.go_back(position):
+                if reached := await inside.go_back(position, within_s=self._settings.rewind_timeout_s):
                     await inside.bind(rollout, server, epoch)
         await failpoint("database.rewound")
         if reached:

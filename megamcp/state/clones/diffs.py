@@ -5,7 +5,7 @@ left out: the log doesn't have them.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -21,13 +21,15 @@ _SHAPE = """select c.oid::regclass::text as name, n.nspname as schema, c.relname
   from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.oid = $1"""
 
 
-async def by_table(hand: asyncpg.Connection, plan: Sequence[Any], limit: int) -> dict[str, TableDiff]:
-    """One diff a relation of the plan (`megamcp.plan`)."""
+async def by_table(
+    hand: asyncpg.Connection, sides: Mapping[int, tuple[Sequence[str], Sequence[str]]], limit: int
+) -> dict[str, TableDiff]:
+    """One diff a relation, of the images that are there only before and only after."""
     found: dict[str, TableDiff] = {}
-    for row in plan:
-        shape = await hand.fetchrow(_SHAPE, row["relation"])
+    for relation, (before, after) in sides.items():
+        shape = await hand.fetchrow(_SHAPE, relation)
         name = shape["table"] if shape["schema"] == "public" else f"{shape['schema']}.{shape['table']}"
-        rows = await hand.fetch(_query(shape, limit), row["less"] or [], row["more"] or [])
+        rows = await hand.fetch(_query(shape, limit), before, after)
         pairs = [(_row(r["before"]), _row(r["after"])) for r in rows]
         total = rows[0]["total"] if rows else 0
         found[name] = TableDiff(

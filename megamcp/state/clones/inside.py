@@ -4,16 +4,17 @@ Works on a connection of the superuser that reads and writes schema megamcp alon
 by the database's hand (see `logins`): putting rows in, and turning them into JSON, may run functions of the user's.
 """
 
+import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import asyncpg
 
-from megamcp.errors import Conflict
+from megamcp.errors import Conflict, DeadlineExceeded
 from megamcp.state.clones import diffs
 from megamcp.state.clones.logins import OWNER
 from megamcp.state.clones.types import Bound, CallRow, Mark
@@ -25,6 +26,7 @@ _FREEZE = """select m.*, (select o.sum from megamcp.marks o where o.position = 0
 
 log = logging.getLogger(__name__)
 
+TOO_SLOW = "rewind_too_slow"
 HandSession = Callable[[], AbstractAsyncContextManager[asyncpg.Connection]]
 
 _CALLS = """select id, nonce, rollout, server, epoch, mode, tool, arguments, outcome, result, is_error, idempotency_key,
@@ -41,8 +43,11 @@ _END_SESSIONS = """select pg_terminate_backend(a.pid, 2000) from pg_stat_get_act
   where d.datname = current_database() and not u.rolsuper and u.rolname <> current_database() || '_hand'
     and (exists (select from pg_class where relpersistence = 't')
          or exists (select from pg_sequence where seqcache > 1))"""
-_PLAN = """select p.* from megamcp.marks m, lateral megamcp.plan(megamcp.spans($1, m.segment, m.position)) p
- where m.position = $2"""
+_PLANNED = "select p.relation, p.goes, p.hashes, megamcp.images(p.places) as images from {}"
+_BACK = _PLANNED.format("megamcp.plan(megamcp.way_back($1), true, megamcp.keyless()) p")
+_BETWEEN = _PLANNED.format(
+    "megamcp.marks m, lateral megamcp.plan(megamcp.spans($1, m.segment, m.position), false, $3) p where m.position = $2"
+)
 _PATH_CALLS = """select c.id, nonce, rollout, server, epoch, mode, tool, arguments, outcome, result, is_error,
     idempotency_key, fingerprint, began, ended
   from megamcp.calls c, megamcp.marks m
@@ -93,54 +98,54 @@ class Inside:
         """Whether `rewind` can get there: a mark, and nothing after it that can't be undone row by row."""
         return bool(await self.connection.fetchval("select megamcp.reachable($1)", position))
 
-    async def rewind(self, position: int) -> None:
+    async def rewind(self, position: int, *, within_s: float | None = None) -> None:
         """Put rows and sequences back, in place. Whole or not at all, but for sequences, which a second run sets.
 
-        Raises `Conflict` (`not_reachable`, `not_exact`).
+        Raises `Conflict` (`not_reachable`, `not_exact`), `DeadlineExceeded`.
         """
         if not await self.reachable(position):
             raise Conflict(f"Position {position} can't be reached row by row.", code="not_reachable")
         await self.connection.execute(_END_SESSIONS)
         if await self.connection.fetchval("select exists (select from megamcp.log where id > $1)", position):
-            async with self._hand() as hand, hand.transaction():
-                await _exactly(hand.execute("select megamcp.rewind($1)", position))
-        else:
-            await self.connection.execute("select megamcp.leap($1, true)", position)
+            async with self._moving(within_s) as hand:
+                await self._move(hand, self.connection, _BACK, position)
+                if not await hand.fetchval("select megamcp.is_back($1)", position):
+                    raise _not_exact("they came out otherwise.", _MEDDLED)
+        # Cut off here, the rows are the mark's and nobody knows: a second run finds nothing to undo.
+        await self.connection.execute("select megamcp.leap($1)", position)
         await self.connection.execute("select megamcp.restore_sequences($1)", position)
 
-    async def go_back(self, position: int) -> bool:
-        """`rewind`, if it can be done: False where DDL came after, or where the rows can't be put back any more."""
+    async def go_back(self, position: int, *, within_s: float | None = None) -> bool:
+        """`rewind`, if it can be done: False after DDL, or where rows can't be put back any more, or in time."""
         if not await self.reachable(position):
             return False
         try:
-            await self.rewind(position)
-        except Conflict as error:
-            if error.code != "not_exact":
+            await self.rewind(position, within_s=within_s)
+        except (Conflict, DeadlineExceeded) as error:
+            if error.code not in ("not_exact", TOO_SLOW):
                 raise
             log.warning("database can't go back to position %d row by row: %s %s", position, error, error.hint)
             return False
         return True
 
-    async def redo(self, source: "Inside", after: int, upto: int) -> None:
+    async def redo(self, source: "Inside", after: int, upto: int, *, within_s: float | None = None) -> None:
         """Bring this database from the state that `source` had at `after` to the one that it had at `upto`.
 
         Both must come from one clone, with no DDL between `after` and `upto`. Calls of the path come along.
+        Raises `Conflict` (`not_reachable`, `not_exact`), `DeadlineExceeded`.
         """
         if await source.connection.fetchval(
             "select exists (select from megamcp.log where id > $1 and id <= $2 and barrier is not null)", after, upto
         ):
             raise Conflict(f"What happened after {after} can't be redone row by row.", code="not_reachable")
-        plan = await source.connection.fetch(_PLAN, after, upto)
         target = await source.connection.fetchrow(
             "select sequences::text, sum from megamcp.marks where position = $1", upto
         )
         if target is None:
             raise Conflict(f"There is no mark at {upto}.", code="not_reachable")
-        async with self._hand() as hand, hand.transaction():
-            for row in plan:
-                await _exactly(
-                    hand.execute("select megamcp.apply($1, $2, $3)", row["relation"], row["less"], row["more"])
-                )
+        keyless = await self.connection.fetchval("select megamcp.keyless()")
+        async with self._moving(within_s) as hand:
+            await self._move(hand, source.connection, _BETWEEN, after, upto, keyless)
         await self.connection.execute("select megamcp.set_sequences($1::text::jsonb)", target["sequences"])
         last = await self.connection.fetchval("select coalesce(max(id), 0) from megamcp.calls")
         calls = await source.connection.fetch(_PATH_CALLS, last, upto)
@@ -151,18 +156,54 @@ class Inside:
         )
         mark = await self.mark()
         if None not in (mark.digest, target["sum"]) and mark.digest != int(target["sum"]):
-            raise Conflict(f"The rows at {upto} could not be made again exactly.", code="not_exact")
+            raise _not_exact("they came out otherwise.", _MEDDLED)
+
+    @asynccontextmanager
+    async def _moving(self, within_s: float | None) -> AsyncIterator[asyncpg.Connection]:
+        """A transaction of the hand's. What runs in it may be code of the user's: in time it ends, with its backend."""
+        async with self._hand() as hand:
+            backend = hand.get_server_pid()
+            try:
+                async with asyncio.timeout(within_s):
+                    await hand.execute("begin")
+                    yield hand
+                    await hand.execute("commit")
+            except BaseException as error:
+                # Not by ROLLBACK, which would wait for whatever still runs there.
+                hand.terminate()
+                await self.connection.execute("select pg_terminate_backend($1, 5000)", backend)
+                if isinstance(error, TimeoutError):
+                    raise DeadlineExceeded(
+                        f"The rows could not be put back within {within_s:g} s.",
+                        code=TOO_SLOW,
+                        hint="Nothing was changed. MEGAMCP_REWIND_TIMEOUT_S sets the limit.",
+                    ) from error
+                raise
+
+    async def _move(self, hand: asyncpg.Connection, planner: asyncpg.Connection, plan: str, *arguments: Any) -> None:
+        """Carry out a plan, a portion at a time: that is all of it that is in memory."""
+        async with planner.transaction(readonly=True):
+            async for row in planner.cursor(plan, *arguments, prefetch=1):
+                relation, images, hashes = row["relation"], row["images"], row["hashes"]
+                if not row["goes"]:
+                    await _exactly(hand.execute("select megamcp.put($1, $2)", relation, images))
+                elif hashes is None:
+                    await _exactly(hand.execute("select megamcp.take_by_key($1, $2)", relation, images))
+                else:
+                    await _exactly(hand.execute("select megamcp.take_by_hash($1, $2)", relation, hashes))
 
     async def changes(self, a: int, b: int, limit: int) -> dict[str, TableDiff] | None:
         """Rows that differ between two marks, by key, at most `limit` a table. None where DDL came after the first."""
         first, last = min(a, b), max(a, b)
         if not await self.reachable(first):
             return None
-        plan = await self.connection.fetch(_PLAN, first, last)
-        if not plan:
+        sides: dict[int, tuple[list[str], list[str]]] = {}
+        for row in await self.connection.fetch(_BETWEEN, first, last, []):
+            sides.setdefault(row["relation"], ([], []))[not row["goes"]].extend(row["images"])
+        if not sides:
             return {}
         async with self._hand() as hand, hand.transaction(readonly=True):
-            found = await diffs.by_table(hand, plan, limit)
+            found = await diffs.by_table(hand, sides, limit)
         return found if a <= b else {name: one.reversed() for name, one in found.items()}
 
     async def calls(self, after: int) -> list[CallRow]:
@@ -201,6 +242,7 @@ def _mark(row: asyncpg.Record) -> Mark:
     return Mark(row["position"], row["written"], row["exact"], total, row["call"])
 
 
+_MEDDLED = "A trigger or rule that is ENABLE ALWAYS or REPLICA may have changed them."
 _RIGHTS = {"table": "SELECT, INSERT, UPDATE, DELETE", "function": "EXECUTE", "schema": "USAGE", "type": "USAGE"}
 
 
@@ -217,16 +259,15 @@ def _why_not(error: asyncpg.PostgresError) -> str:
     )
 
 
-async def _exactly(work: Any) -> None:
+async def _exactly(work: Awaitable[Any]) -> None:
     """Run what puts rows back; an error of it is a state that can't be put back."""
     try:
         await work
     except asyncpg.PostgresError as error:
         if (error.sqlstate or "")[:2] in ("08", "53", "57", "58"):
             raise
-        raise Conflict(
-            f"The rows can't be put back: {error}",
-            code="not_exact",
-            hint=_why_not(error),
-            sqlstate=error.sqlstate,
-        ) from error
+        raise _not_exact(str(error), _why_not(error), error.sqlstate) from error
+
+
+def _not_exact(what: str, hint: str, sqlstate: str | None = None) -> Conflict:
+    return Conflict(f"The rows can't be put back: {what}", code="not_exact", hint=hint, sqlstate=sqlstate)

@@ -3,6 +3,7 @@
 import asyncpg
 import pytest
 
+from megamcp.errors import DeadlineExceeded
 from tests.integration.databases.shop import Shop
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -98,3 +99,32 @@ async def test_a_rollout_whose_rows_can_not_be_put_back_gets_a_copy_instead(shop
     fork = (await shop.fork(point["id"]))[0]
     assert await shop.read(fork, "select count(*) from t") == [[0]]
     assert await shop.read(rollout, "select a from t") == [[2]]
+
+
+async def test_a_rollback_that_takes_too_long_is_a_copy_instead(shop: Shop) -> None:
+    settings, rollout = shop.services.settings, await shop.one()
+    await shop.run(
+        rollout,
+        "create function slow(x int) returns boolean language plpgsql as"
+        " $$ begin if current_setting('session_replication_role') = 'replica' then perform pg_sleep(60); end if;"
+        " return true; end $$",
+    )
+    await shop.run(rollout, "create table t (a int check (slow(a)))")
+    await shop.run(rollout, "insert into t values (1), (2)")
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "delete from t where a = 1")
+    before, settings.rewind_timeout_s = settings.rewind_timeout_s, 0.3
+    try:
+        await shop.roll_back(rollout, point["id"])
+        assert await shop.read(rollout, "select a from t order by a") == [[1], [2]]
+        await shop.run(rollout, "insert into t values (3)")
+        later = await shop.checkpoint(rollout)
+        await shop.run(rollout, "delete from t")
+        await shop.roll_back(rollout, later["id"])
+        with pytest.raises(DeadlineExceeded) as refused:  # rows are to be put in, whichever way
+            await shop.read(rollout, "select a from t")
+        assert refused.value.code == "rewind_too_slow"
+        await shop.roll_back(rollout, point["id"])
+        assert await shop.read(rollout, "select a from t order by a") == [[1], [2]]
+    finally:
+        settings.rewind_timeout_s = before

@@ -21,7 +21,7 @@ create table megamcp.segments (
     parent bigint references megamcp.segments,
     origin bigint,                      -- the parent's mark that was come back to
     call bigint not null,               -- the last one of the parent that is on the path
-    start bigint                        -- position at which the state was the origin's; null while it is being put back
+    start bigint not null               -- position at which the state was the origin's
 );
 
 -- Whose database this is: one row. Nobody's (a source, a sealed copy): rollout is null.

@@ -10,7 +10,10 @@
 
 create schema megamcp;
 
--- One entry a statement and thousand rows. `barrier`: something that can't be undone row by row (DDL, TRUNCATE).
+-- One entry a statement and thousand rows, or fewer where rows are long: but for its last row, each side of an entry
+-- is shorter than `entry_bytes`. Whoever reads the log reads an entry at a time, so this bounds the memory of it all.
+-- `barrier`: something that can't be undone row by row (DDL, TRUNCATE).
+create function megamcp.entry_bytes() returns bigint language sql immutable return 4194304;
 create table megamcp.log (
     id bigint generated always as identity primary key,
     relation oid,
@@ -87,10 +90,20 @@ end $$;
 create function megamcp.log_function(relation oid, root oid, inherits boolean) returns text
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
-    chunks text := $q$(select array_agg(i.image) as images, i.chunk from
-        (select %s as image, (row_number() over () - 1) / 1000 as chunk from %s x) i group by i.chunk)$q$;
-    removed text := format(chunks, megamcp.image(root, 'x'), 'removed');
-    added text := format(chunks, megamcp.image(root, 'x'), 'added');
+    -- Row by row and not by an aggregate: nothing but one entry of it is in memory, or in temporary files.
+    side text := $q$
+        for image in select %1$s from %2$s x loop
+            if n_%2$s >= 1000 or bytes >= megamcp.entry_bytes() then
+                insert into megamcp.log (relation, %2$s) values (%3$s, images_%2$s);
+                images_%2$s := '{}';
+                n_%2$s := 0;
+                bytes := 0;
+            end if;
+            images_%2$s := images_%2$s || image;
+            n_%2$s := n_%2$s + 1;
+            bytes := bytes + octet_length(image);
+        end loop;
+        bytes := 0;$q$;
 begin
     -- Row by row where tables inherit: a parent's transition table has children's rows without their own columns, and
     -- nobody's has a row that MERGE moves to another partition.
@@ -104,18 +117,25 @@ begin
 end $f$, root, megamcp.image(root, 'old'), megamcp.image(root, 'new'));
     end if;
     return format($f$
+declare
+    image text;
+    images_removed text[] := '{}';
+    images_added text[] := '{}';
+    n_removed integer := 0;
+    n_added integer := 0;
+    bytes bigint := 0;
 begin
     perform megamcp.gate();
-    if tg_op = 'INSERT' then
-        insert into megamcp.log (relation, added) select %1$s, a.images from %3$s a;
-    elsif tg_op = 'DELETE' then
-        insert into megamcp.log (relation, removed) select %1$s, r.images from %2$s r;
-    else
+    if tg_op <> 'INSERT' then%s
+    end if;
+    if tg_op <> 'DELETE' then%s
+    end if;
+    if n_removed + n_added > 0 then
         insert into megamcp.log (relation, removed, added)
-        select %1$s, r.images, a.images from %2$s r full join %3$s a using (chunk);
+        values (%s, nullif(images_removed, '{}'), nullif(images_added, '{}'));
     end if;
     return null;
-end $f$, root, removed, added);
+end $f$, format(side, megamcp.image(root, 'x'), 'removed', root), format(side, megamcp.image(root, 'x'), 'added', root), root);
 end $$;
 
 -- Puts the log's triggers on every table that lacks them, and takes away the functions of tables that are gone.

@@ -12,7 +12,7 @@ declare
 begin
     loop
         select x.* into s from megamcp.segments x where x.id = at;
-        exit when s.start is null or after > top;
+        exit when after > top;
         if after >= s.start then
             return found_spans + int8multirange(int8range(after, top, '(]'));
         end if;
@@ -25,22 +25,26 @@ end $$;
 
 -- The end of the log: no position that was used is above.
 create function megamcp.head() returns bigint
-language sql stable security definer set search_path = pg_catalog, pg_temp as $$
+language sql stable set search_path = pg_catalog, pg_temp as $$
     select greatest((select max(l.id) from megamcp.log l), (select max(m.position) from megamcp.marks m),
                     (select s.start from megamcp.segments s order by s.id desc limit 1))
 $$;
 
--- Rows added minus rows removed in parts of the log, row by row: n copies of an image more (n > 0) or less.
-create function megamcp.net(spans int8multirange) returns table (relation oid, image text, n bigint)
-language sql stable security definer set search_path = pg_catalog, pg_temp as $$
-    select x.relation, x.image, sum(x.n)::bigint
-      from unnest(net.spans) r (span)
-      join megamcp.log l on l.id >= lower(r.span) and l.id < upper(r.span),
-           lateral (select a.image, 1 as n from unnest(l.added) a (image)
-                    union all
-                    select a.image, -1 from unnest(l.removed) a (image)) i,
-           lateral (select l.relation, i.image, i.n) x
-     group by x.relation, x.image
+-- Rows added minus rows removed in parts of the log: n copies of a row more (n > 0) or less. Of its image only the hash
+-- and a place, since images may be long: entry * 2048 + its number on the side `removed`, or 1024 more on `added`.
+create function megamcp.net(spans int8multirange)
+returns table (relation oid, hash bytea, n bigint, place bigint, bytes integer)
+language sql stable set search_path = pg_catalog, pg_temp set enable_memoize = off as $$
+    select x.relation, x.hash, sum(x.n)::bigint, max(x.place), max(x.bytes)
+      from (select l.relation, sha256(convert_to(i.image, 'UTF8')) as hash, i.n, l.id * 2048 + i.at as place,
+                   octet_length(i.image) as bytes
+              from unnest(net.spans) r (span)
+              join megamcp.log l on l.id >= lower(r.span) and l.id < upper(r.span),
+                   lateral (select a.image, -1 as n, a.at - 1 as at from unnest(l.removed) with ordinality a (image, at)
+                            union all
+                            select a.image, 1, a.at + 1023 from unnest(l.added) with ordinality a (image, at)) i
+            offset 0) x
+     group by x.relation, x.hash
     having sum(x.n) <> 0
 $$;
 
@@ -155,7 +159,7 @@ begin
 end $$;
 
 create function megamcp.reachable(mark bigint) returns boolean
-language sql stable security definer set search_path = pg_catalog, pg_temp as $$
+language sql stable set search_path = pg_catalog, pg_temp as $$
     select exists (select from megamcp.marks m where m.position = mark)
        and not exists (select from megamcp.log l where l.id > mark and l.barrier is not null)
 $$;
@@ -223,58 +227,100 @@ language sql stable set search_path = pg_catalog, pg_temp as $$
      where i.indexrelid = megamcp.row_key(relation)
 $$;
 
--- Takes rows out of a table and puts others in. Runs with the rights of the database's hand, since indexes, checks and
--- domains of the table may call functions of the user's.
-create function megamcp.apply(relation oid, doomed text[], wanted text[]) returns void
-language plpgsql volatile set search_path = pg_catalog, pg_temp set datestyle = 'ISO, YMD' set timezone = 'UTC'
-set intervalstyle = 'postgres' set extra_float_digits = 1 set bytea_output = 'hex' set xmloption = 'content'
-set lc_monetary = 'C' set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off as $$
+-- Puts rows into a table or takes them out of it, by their images or by the hashes of these. Runs with the rights of the
+-- database's hand, since indexes, checks and domains of the table may call functions of the user's.
+create function megamcp.put(relation oid, images text[]) returns void
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
 declare
-    name text := relation::regclass::text;
-    one text := case when (select c.relkind from pg_class c where c.oid = relation) = 'r' then 'only ' else '' end || name;
-    key text := megamcp.same_key(relation, 't', 'd');
     columns text := (select string_agg(quote_ident(a.attname), ', ' order by a.attnum) from pg_attribute a
                       where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = '');
 begin
-    if doomed is not null and key is not null then
-        execute format('delete from %s t using megamcp.rows_of($1, null::%s) d where %s', one, name, key) using doomed;
-    elsif doomed is not null then
-        set local enable_hashjoin = on;
-        execute format($q$
-            delete from %1$s t using (
-                select x.place, x.at from (
-                    select r.tableoid as place, r.ctid as at, i.image, row_number() over (partition by i.image) as n
-                      from %1$s r, lateral (select %2$s as image offset 0) i
-                     where i.image = any ($1)) x
-                join (select d.image, count(*) as copies from unnest($1) d (image) group by d.image) d
-                  on d.image = x.image and x.n <= d.copies) y
-             where t.tableoid = y.place and t.ctid = y.at$q$, one, megamcp.image(relation, 'r')) using doomed;
-    end if;
-    if wanted is not null then
-        execute format('insert into %s %s overriding system value select %s from megamcp.rows_of($1, null::%s) d',
-                       name, '(' || columns || ')', columns, name) using wanted;
-    end if;
+    execute format('insert into %s %s overriding system value select %s from megamcp.rows_of($1, null::%1$s) d',
+                   relation::regclass, '(' || columns || ')', columns) using images;
 end $$;
 
--- The net rows by relation: `less` are there less often at the end than at the beginning, `more` more often.
-create function megamcp.plan(spans int8multirange, out relation oid, out less text[], out more text[])
-returns setof record language sql stable security definer set search_path = pg_catalog, pg_temp as $$
-    select n.relation,
-           array_agg(n.image) filter (where n.n < 0),
-           array_agg(n.image) filter (where n.n > 0)
-      from (select x.relation, x.image, x.n from megamcp.net(plan.spans) x, generate_series(1, abs(x.n))) n
-     group by n.relation order by n.relation
+-- `only` what is in the table itself, unless it is partitioned.
+create function megamcp.one(relation oid) returns text
+language sql stable set search_path = pg_catalog, pg_temp as $$
+    select case when c.relkind = 'r' then 'only ' else '' end || c.oid::regclass from pg_class c where c.oid = relation
 $$;
 
--- A new segment of the path of calls that starts at a mark: what came after it is off the path.
--- `landed`: the state is the mark's already.
-create function megamcp.leap(mark bigint, landed boolean) returns void
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+create function megamcp.take_by_key(relation oid, images text[]) returns void
+language plpgsql volatile set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off as $$
+begin
+    execute format('delete from %s t using megamcp.rows_of($1, null::%s) d where %s', megamcp.one(relation),
+                   relation::regclass, megamcp.same_key(relation, 't', 'd')) using images;
+end $$;
+
+-- Reads the whole table, so it is given many at once.
+create function megamcp.take_by_hash(relation oid, hashes bytea[]) returns void
+language plpgsql volatile set search_path = pg_catalog, pg_temp set datestyle = 'ISO, YMD' set timezone = 'UTC'
+set intervalstyle = 'postgres' set extra_float_digits = 1 set bytea_output = 'hex' set xmloption = 'content'
+set lc_monetary = 'C' set enable_nestloop = off set enable_mergejoin = off as $$
+begin
+    execute format($q$
+        delete from %1$s t using (
+            select x.place, x.at from (
+                select i.place, i.at, i.hash, row_number() over (partition by i.hash) as n
+                  from (select r.tableoid as place, r.ctid as at, sha256(convert_to(%2$s, 'UTF8')) as hash from %1$s r
+                        offset 0) i
+                 where i.hash = any ($1)) x
+            join (select d.hash, count(*) as copies from unnest($1) d (hash) group by d.hash) d
+              on d.hash = x.hash and x.n <= d.copies) y
+         where t.tableoid = y.place and t.ctid = y.at$q$, megamcp.one(relation), megamcp.image(relation, 'r')) using hashes;
+end $$;
+
+-- Tables whose rows can't be found by a key.
+create function megamcp.keyless() returns oid[]
+language sql stable set search_path = pg_catalog, pg_temp as $$
+    select coalesce(array_agg(t.oid), '{}') from megamcp.tables t
+     where t.oid = t.root and megamcp.same_key(t.oid, 't', 'd') is null
+$$;
+
+-- The net rows, by table, in portions: first all that have to go, then all that have to come. Where to find their images
+-- (`images`), or their hashes for what goes from a keyless table. Backward: from the end of the spans to their beginning.
+create function megamcp.plan(spans int8multirange, backward boolean, keyless oid[])
+returns table (relation oid, goes boolean, places bigint[], hashes bytea[])
+language sql stable set search_path = pg_catalog, pg_temp as $$
+    select x.relation, x.goes, case when not x.bare then array_agg(x.place) end, case when x.bare then array_agg(x.hash) end
+      from (select c.*, (row_number() over w - 1) / case when c.bare then 100000 else 1000 end as chunk,
+                   case when c.bare then 0 else sum(c.bytes) over w / megamcp.entry_bytes() end as part
+              from (select n.relation, n.place, n.hash, n.bytes, g.goes, g.goes and n.relation = any (plan.keyless) as bare
+                      from megamcp.net(plan.spans) n, generate_series(1, abs(n.n)),
+                           lateral (select (n.n > 0) = plan.backward as goes) g) c
+            window w as (partition by c.relation, c.goes, c.bare order by c.place rows unbounded preceding)) x
+     group by x.relation, x.goes, x.bare, x.chunk, x.part
+     order by x.relation, x.goes desc, x.chunk, x.part
+$$;
+
+-- What is at places of the log.
+create function megamcp.images(places bigint[]) returns text[]
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
+declare
+    e record;
+    spot bigint;
+    removed text[];
+    added text[];
+    found_images text[] := '{}';
+begin
+    for e in select p.place >> 11 as id, array_agg(p.place & 2047) as spots from unnest(places) p (place) group by 1 loop
+        select l.removed, l.added into removed, added from megamcp.log l where l.id = e.id;
+        foreach spot in array e.spots loop
+            found_images := found_images || case when spot < 1024 then removed[spot + 1] else added[spot - 1023] end;
+        end loop;
+    end loop;
+    return found_images;
+end $$;
+
+-- A new segment of the path of calls that starts at a mark, whose state this is: what came after it is off the path.
+create function megamcp.leap(mark bigint) returns void
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
 declare
     next bigint;
 begin
     insert into megamcp.segments (parent, origin, call, start)
-    select m.segment, m.position, m.call, case when landed then nextval(pg_get_serial_sequence('megamcp.log', 'id')) end
+    select m.segment, m.position, m.call, nextval(pg_get_serial_sequence('megamcp.log', 'id'))
       from megamcp.marks m where m.position = mark
     returning id into next;
     update megamcp.here set segment = next;
@@ -282,37 +328,13 @@ end $$;
 
 -- How to get to a mark from here.
 create function megamcp.way_back(mark bigint) returns int8multirange
-language sql stable security definer set search_path = pg_catalog, pg_temp as
+language sql stable set search_path = pg_catalog, pg_temp as
     $$ select megamcp.spans(mark, h.segment, megamcp.head()) from megamcp.here h $$;
 
--- The state is the origin's from here on.
-create function megamcp.land() returns void
-language sql volatile security definer set search_path = pg_catalog, pg_temp as $$
-    update megamcp.segments s set start = nextval(pg_get_serial_sequence('megamcp.log', 'id'))
-      from megamcp.here h where s.id = h.segment
-$$;
-
--- Back to a mark, by appending: the hand's changes are logged like all others. Sequences follow after its commit.
-create function megamcp.rewind(mark bigint) returns void
-language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
-declare
-    p record;
-    back int8multirange := megamcp.way_back(mark);
-    head bigint := megamcp.head();
-begin
-    if not megamcp.reachable(mark) then
-        raise exception using errcode = 'MM410', message = 'position is not reachable';
-    end if;
-    perform megamcp.leap(mark, false);
-    for p in select * from megamcp.plan(back) loop
-        perform megamcp.apply(p.relation, p.more, p.less);
-    end loop;
-    if exists (select from megamcp.net(back + int8multirange(int8range(head, 9223372036854775806, '(]')))) then
-        raise exception using errcode = 'MM500', message = 'the rows could not be put back exactly',
-            hint = 'A trigger or rule that is ENABLE ALWAYS or REPLICA may have changed them.';
-    end if;
-    perform megamcp.land();
-end $$;
+-- Whether nothing is left to undo. Asked by the hand, before it commits: nobody else sees what it has done.
+create function megamcp.is_back(mark bigint) returns boolean
+language sql stable security definer set search_path = pg_catalog, pg_temp as
+    $$ select not exists (select from megamcp.net(megamcp.way_back(mark))) $$;
 
 create function megamcp.end_call(nonce uuid) returns boolean
 language sql volatile set search_path = pg_catalog, pg_temp as $$

@@ -111,7 +111,7 @@ begin
 end $do$;
 revoke all on pg_catalog.pg_db_role_setting from public;
 
-grant execute on function megamcp.rewind(bigint), megamcp.apply(oid, text[], text[]), megamcp.rows_of(text[], anyelement),
-    megamcp.plan(int8multirange), megamcp.net(int8multirange), megamcp.leap(bigint, boolean), megamcp.reachable(bigint),
-    megamcp.way_back(bigint), megamcp.head(), megamcp.land(),
-    megamcp.row_key(oid), megamcp.key_columns(oid), megamcp.same_key(oid, text, text), megamcp.image(oid, text) to mm_hands;
+-- What runs as a hand may be code of the user's. These only read, or do what the login may do itself.
+grant execute on function megamcp.put(oid, text[]), megamcp.take_by_key(oid, text[]), megamcp.take_by_hash(oid, bytea[]),
+    megamcp.rows_of(text[], anyelement), megamcp.one(oid), megamcp.row_key(oid), megamcp.key_columns(oid),
+    megamcp.same_key(oid, text, text), megamcp.image(oid, text), megamcp.is_back(bigint) to mm_hands;
