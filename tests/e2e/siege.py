@@ -310,6 +310,65 @@ async def spare(siege: Siege) -> AsyncIterator[None]:
     await siege.holds(rollout)
 
 
+SHORT = """select cardinality(c.chain) <= 3 and not exists (select 1 from megamcp.replaced_chains o
+      join megamcp.rollouts r on r.checkpoint = o.checkpoint and r.layers = o.layers where o.checkpoint = c.id)
+    from megamcp.checkpoints c where c.id = $1"""
+"""Whether a checkpoint's chain was squashed and its rollouts were moved."""
+
+
+async def _long_line(siege: Siege, turns: int) -> tuple[str, list[str]]:
+    """A rollout with a checkpoint after each write, and those checkpoints."""
+    rollout = await siege.opened()
+    points = []
+    for turn in range(turns):
+        await siege.write(rollout, "shared", key=f"k{turn % 3}")
+        points.append(await siege.point(rollout))
+    return rollout, points
+
+
+async def _is_whole(siege: Siege, rollout: str, points: list[str]) -> None:
+    """No layer is lost: each checkpoint has its digest, its rows and its forks."""
+    for point in points:
+        found = await siege.request("GET", f"/v1/rollouts/{rollout}/digest?at={point}")
+        assert found["digest"] == siege.frozen[point][2], point
+        fork = await siege.branch(point)
+        await siege.holds(fork)
+        await siege.close(fork)
+    await siege.holds(rollout)
+
+
+async def squash(siege: Siege) -> AsyncIterator[None]:
+    """The gateway squashes chains of more than three layers by itself; a dirty head has to be moved with it."""
+    rollout, points = await _long_line(siege, 3)
+    yield
+    for turn in range(4):
+        await siege.write(rollout, "shared", key=f"k{turn % 3}")
+        points.append(await siege.point(rollout))
+        await siege.write(rollout, "shared", key="dirty")
+    await siege.until(SHORT, points[-1])
+    await _is_whole(siege, rollout, points)
+    await siege.write(rollout, "shared")
+    await siege.holds(rollout)
+
+
+async def sweep(siege: Siege) -> AsyncIterator[None]:
+    """Layers that no checkpoint and no rollout stands on any more go; the others stay."""
+    rollout, points = await _long_line(siege, 7)
+    await siege.until(SHORT, points[-1])
+    yield
+    for point in points[:-2]:
+        await siege.request("DELETE", f"/v1/checkpoints/{point}", gone=True)
+        del siege.frozen[point]
+    given_up = "select not exists (select 1 from megamcp.checkpoints where id = any ($1::text[]) and not void)"
+    await siege.until(given_up, points[:-2])
+    await siege.until("select not exists (select 1 from megamcp.dead_layers)")
+    await _is_whole(siege, rollout, points[-2:])
+
+
+LAYERED = (squash, sweep)
+"""Operations that the state cluster has no part in."""
+
+
 async def cut(siege: Siege, operation: Operation, point: str, way: str) -> None:
     """Run an operation that is cut off once at a point. Fails where the operation does not pass it."""
     castle = siege.castle
