@@ -18,7 +18,7 @@
 -- The channel on which gateway processes tell each other of something. Its name is a secret of the deployment, since
 -- PostgreSQL lets every login listen and notify.
 create or replace function megamcp.channel(purpose text) returns text
-language sql stable set search_path = pg_catalog, pg_temp
+language sql stable set search_path = pg_catalog, pg_temp set debug_print_plan = off
 return format('megamcp_%s_%s', purpose, left(encode(sha256(convert_to('channel ' || purpose, 'UTF8')
     || megamcp.secret()), 'hex'), 24));
 

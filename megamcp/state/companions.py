@@ -103,7 +103,7 @@ def truncate(state: str, visible: str, catalog: Catalog) -> str:
         body = f"""#variable_conflict use_column
 declare
   _mm_bound text := megamcp.verified(true);
-  _mm_chain bigint[] := split_part(_mm_bound, '|', 1)::bigint[];
+  _mm_chain bigint[] := (split_part(_mm_bound, '|', 1)::bigint[])[2:];
   _mm_head bigint := split_part(_mm_bound, '|', 2)::bigint;
   _mm_statement bigint := nextval('megamcp.stamp_seq');
   _mm_this bigint;

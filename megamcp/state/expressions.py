@@ -19,6 +19,16 @@ _BYTEWISE = re.compile(
 )
 
 
+def nested(then: str, *conditions: str) -> str:
+    """PL/pgSQL: `then` where all conditions hold, each asked only if those before it do; empty ones count as true.
+
+    What asks a table should stand alone: an expression with a sub-select is run as a statement, whatever it comes to.
+    """
+    for condition in reversed([c for c in conditions if c]):
+        then = f"if {condition} then\n    {then}\n  end if;"
+    return f"  {then}\n"
+
+
 def changed(table: "Table", columns: Iterable[str], left: str, right: str) -> str:
     """True when a column's value differs between two records, if only in its bytes (numeric 1.0 and 1.00)."""
     types = {column.name: column.type for column in table.columns}

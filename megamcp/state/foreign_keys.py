@@ -18,7 +18,7 @@ have left behind by its settings is nobody's.
 
 from megamcp.state import late, probes, unique, user_triggers
 from megamcp.state.catalog import Catalog, ForeignKey, Table
-from megamcp.state.expressions import changed
+from megamcp.state.expressions import changed, nested
 from megamcp.state.names import body_quote, ident, literal
 
 _HEAD = """language plpgsql volatile security definer
@@ -71,11 +71,12 @@ def on_write(state: str, visible: str, catalog: Catalog, table: Table, *, update
             olds = ", ".join(f"old.{ident(c)}" for c in foreign.columns)
             conditions.append(f"row({listed}) is distinct from row({olds})")
         parent = catalog.table(foreign.parent)
+        unsure = ""
         if not foreign.deferrable:  # else whatever else is queued before it is due may be told first
             mixed = f"num_nulls({listed}) > 0 or " if foreign.match_full else ""
-            conditions.append(f"({mixed}{_SEVERAL} or not {probes.parent_row(state, parent, foreign, values)})")
+            unsure = f"{mixed}{_SEVERAL} or not {probes.parent_row(state, parent, foreign, values)}"
         queued = enqueue(state, table, foreign.number, "c", "null", "new::text")
-        lines.append(f"  if {' and '.join(conditions)} then\n    perform {queued};\n  end if;\n")
+        lines.append(nested(f"perform {queued};", " and ".join(conditions), unsure))
     return "".join(lines)
 
 
@@ -92,14 +93,15 @@ def on_leave(state: str, catalog: Catalog, table: Table, *, update: bool) -> str
             continue
         olds = [f"old.{ident(c)}" for c in foreign.parent_columns]
         conditions = [f"{v} is distinct from null" for v in olds]
+        unsure = ""
         if update:
             conditions.append(changed(table, foreign.parent_columns, "old", "new"))
         elif not (foreign.deferrable and foreign.on_delete == "a"):
             referred = probes.child_row(state, catalog.table(foreign.table), foreign, olds)
-            conditions.append(f"({referred} or {_SEVERAL})")
+            unsure = f"{referred} or {_SEVERAL}"
         event, after = ("u", "new::text") if update else ("d", "null")
         queued = enqueue(state, table, foreign.number, event, "old::text", after)
-        lines.append(f"  if {' and '.join(conditions)} then\n    perform {queued};\n  end if;\n")
+        lines.append(nested(f"perform {queued};", " and ".join(conditions), unsure))
     return "".join(lines)
 
 

@@ -76,19 +76,40 @@ def child_row(state: str, child: Table, foreign: ForeignKey, values: Sequence[st
 
 def clash(state: str, table: Table, key: Key, record: str, *, other: bool) -> str:
     """True when the chain shows a row with the record's value of a unique key; `other`: another than itself."""
-
-    def value(item: str, column: str, of: str) -> str:
-        return f"{of}.{ident(column)}" if column else f"({over(item, table.names, of)})"
-
-    parts = list(zip(key.items, key.columns, strict=True))
-    values = [value(item, column, record) for item, column in parts]
     if key.identifies and not other:
-        return _by_key(state, table, values)
+        return _by_key(state, table, [f"{record}.{ident(c)}" for c in table.identity])
+    found = _shows(state, table, _same_value(table, key, record, other))
+    return " and ".join([*may_clash(table, key, record), found])
+
+
+def perhaps_clash(state: str, table: Table, key: Key, record: str, *, other: bool) -> str:
+    """False only where `clash` is: a row has the value, if only one that the chain no longer shows. Half the price."""
+    condition = _same_value(table, key, record, other)
+    b, d = base(state, table.name), delta(state, table.name)
+    return (
+        f"(exists (select from {b} _mm_b where {condition('_mm_b')})\n    or exists (select from {d} _mm_d where "
+        f"{condition('_mm_d')} and _mm_d.{LAYER} = any (_mm_chain) and not _mm_d.{DELETED}))"
+    )
+
+
+def _value(table: Table, item: str, column: str, of: str) -> str:
+    return f"{of}.{ident(column)}" if column else f"({over(item, table.names, of)})"
+
+
+def may_clash(table: Table, key: Key, record: str) -> list[str]:
+    """Conditions on the record alone: only a row of the key's predicate, without nulls, clashes at all."""
+    values = [_value(table, item, column, record) for item, column in zip(key.items, key.columns, strict=True)]
+    found = [] if key.nulls_equal or key.identifies else [f"{value} is distinct from null" for value in values]
+    return [f"({over(key.predicate, table.names, record)})", *found] if key.predicate else found
+
+
+def _same_value(table: Table, key: Key, record: str, other: bool) -> Condition:
+    parts = list(zip(key.items, key.columns, strict=True))
 
     def condition(alias: str) -> str:
         tests: list[str] = []
-        for (item, column), given in zip(parts, values, strict=True):
-            held = value(item, column, alias)
+        for item, column in parts:
+            held, given = (_value(table, item, column, of) for of in (alias, record))
             tests.append(
                 f"({held} = {given} or ({held} is not distinct from null and {given} is not distinct from null))"
                 if key.nulls_equal
@@ -100,10 +121,7 @@ def clash(state: str, table: Table, key: Key, record: str, *, other: bool) -> st
             tests.append(f"not ({is_row(table, alias, record)})")
         return " and ".join(tests)
 
-    found = [] if key.nulls_equal or key.identifies else [f"{given} is distinct from null" for given in values]
-    if key.predicate:
-        found.insert(0, f"({over(key.predicate, table.names, record)})")
-    return " and ".join([*found, _shows(state, table, condition)])
+    return condition
 
 
 def is_current(state: str, table: Table, record: str, columns: Sequence[str]) -> str:

@@ -58,6 +58,11 @@ grant execute on function megamcp.verified(boolean), megamcp.shown(anyelement), 
 grant execute on function megamcp.chain_with_base(), megamcp.chain(), megamcp.prf(bigint, bigint),
   megamcp.dear(bigint, bigint) to {o}, {w};
 grant usage on sequence megamcp.stamp_seq to {o};
+create function {s}."~kept"(what text) returns text language plpgsql immutable security definer
+set search_path = pg_catalog, pg_temp set debug_print_plan = off
+as $body$ begin return megamcp.kept({literal(state)}, what); end $body$;
+revoke all on function {s}."~kept"(text) from public;
+grant execute on function {s}."~kept"(text) to {o};
 grant usage on schema {s} to {w};
 grant usage, create on schema {v} to {w};
 """

@@ -8,20 +8,24 @@ Three INSTEAD OF row triggers a table, and a statement trigger before and after.
   the statement that wrote it last; a second match finds its own stamp and returns NULL (21000 in a MERGE). Where no
   key tells rows apart, a match takes one of the rows that look alike and lack the stamp.
 - Two data-modifying parts of one command on one table can't be told apart by stamps, so they are refused (0A000).
+- The binding is verified once a statement, by its first trigger. What its rows need of it stands in settings whose
+  names nobody knows (`megamcp.kept`).
+- A row that nothing is in the way of, no version in the head, no row of its key, takes one SQL statement. Only others
+  are looked at with all care.
 - A delete leaves a tombstone with the whole old row: domains that forbid null hold there too.
 
 Foreign keys end in `foreign_keys`; what can't be decided while rows still move waits there for the statement's end.
 """
 
-from megamcp.state import clock, foreign_keys, keyless, probes, unique, user_triggers
+from megamcp.state import clock, foreign_keys, keyless, probes, unique, user_triggers, writes
 from megamcp.state.catalog import Catalog, Column, Key, Table
 from megamcp.state.expressions import changed as differs
-from megamcp.state.expressions import over_new, over_sequences
-from megamcp.state.names import DELETED, LAYER, OVER, STAMP, body_quote, hidden, ident, idents, literal
+from megamcp.state.expressions import nested, over_new, over_sequences
+from megamcp.state.names import LAYER, STAMP, body_quote, hidden, ident, literal
 from megamcp.state.tables import delta
 
 HEAD = """language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan as"""
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set debug_print_plan = off as"""
 
 
 _FIRST = r"^(\s|--[^\n]*\n|/\*.*\*/)*"
@@ -59,8 +63,10 @@ declare
   _setting text := 'megamcp.t' || _table;
   _several text := case when {str(triggers).lower()} or _level <> ''
     or current_query() ~* {literal(f"{_FIRST}(with|merge)")} then 'on' else '' end;
-  _done text;
+  _bound text := megamcp.verified(true);
+  _done text := set_config({kept(state, "chain")}, '{{' || substr(split_part(_bound, '|', 1), 4), true);
 begin
+  _done := set_config({kept(state, "head")}, split_part(_bound, '|', 2), true);
   if current_setting(_setting, true) <> '' then
     if {s}."~merging"() then
       return;  -- MERGE fires this once for INSERT, UPDATE and DELETE each
@@ -68,7 +74,6 @@ begin
     raise exception 'two parts of one command write table "%"', _name
       using errcode = '0A000', hint = 'Write the table in statements of their own.';
   end if;
-  _done := megamcp.verified(true);
   _done := set_config(_setting, nextval('megamcp.stamp_seq')::text, true);
   _done := current_setting('megamcp.open', true);
   _done := set_config('megamcp.open', concat(_done, '<', _level, '>'), true);
@@ -119,6 +124,11 @@ begin
   return null;
 end $body$;
 """
+
+
+def kept(state: str, what: str) -> str:
+    """The name of a setting as `"~begun"` leaves it: `chain`, the written layers as an array, or `head`."""
+    return f"{ident(state)}.\"~kept\"('{what}')"
 
 
 def level_mark(number: int) -> str:
@@ -235,16 +245,15 @@ def row_checks(visible: str, table: Table) -> str:
 
 def _unique(state: str, visible: str, table: Table, key: Key, *, but: bool, changed: bool) -> str:
     """A clash with another row is an error at once; one with a key that is checked late is looked at again then."""
-    found = probes.clash(state, table, key, "new", other=but)
-    if changed:
-        found = f"{differs(table, key.reads, 'new', 'old')} and {found}"
     if not key.deferrable:
         then = unique.refused(visible, table, key, "new")
     elif key.primary:
         then = f"perform {foreign_keys.enqueue(state, table, key.number, 'k', 'null', 'new::text')};"
     else:
         then = f"_mm_late := _mm_late || {key.number};"
-    return f"  if {found} then\n    {then}\n  end if;\n"
+    own = ([differs(table, key.reads, "new", "old")] if changed else []) + probes.may_clash(table, key, "new")
+    perhaps = probes.perhaps_clash(state, table, key, "new", other=but) if but or not key.identifies else ""
+    return nested(then, " and ".join(own), perhaps, probes.clash(state, table, key, "new", other=but))
 
 
 def _late(state: str, table: Table) -> str:
@@ -258,31 +267,18 @@ def _late(state: str, table: Table) -> str:
     return "".join(lines)
 
 
-def _write(state: str, table: Table, record: str, deleted: bool, *, once: bool) -> str:
-    """Puts the row of `record` into the head; with `once`, leaves a row of this statement alone (FOUND is false).
-
-    `once` is also what tells a row that was there before from a new one: the version it replaces is the newest one
-    of a lower layer, or the base's. A row that the head holds already keeps what it replaces.
-    """
-    d = delta(state, table.name)
-    values = idents(table.names, record) + (", _mm_this" if table.row else "")
-    sets = [f"{ident(c)} = excluded.{ident(c)}" for c in table.names]
-    sets += [f"{DELETED} = excluded.{DELETED}", f"{STAMP} = excluded.{STAMP}"]
-    guard = f"\n    where _mm_d.{STAMP} <> excluded.{STAMP}" if once else ""
-    nothing = 0 if once else -1
-    older = f"_mm_p.{LAYER} = any (_mm_chain) and _mm_p.{LAYER} < _mm_head"
-    over = (
-        f"case when cardinality(_mm_chain) = 2 then {nothing} else coalesce((\n"
-        f"      select _mm_p.{LAYER} from {d} _mm_p where {older} and {probes.is_row(table, '_mm_p', record)}\n"
-        f"      order by _mm_p.{LAYER} desc limit 1), {nothing}) end"
+def _insert(state: str, visible: str, table: Table) -> str:
+    """The row of NEW against the unique keys and into the head; the key that tells rows apart goes with the write."""
+    if table.row:
+        checks = [_unique(state, visible, table, key, but=False, changed=False) for key in table.keys]
+        return "".join(checks) + writes.new(state, table)
+    (number,) = [n for n, key in enumerate(table.keys) if key.identifies]
+    before, after = (
+        "".join(_unique(state, visible, table, key, but=but, changed=False) for key in keys)
+        for keys, but in ((table.keys[:number], False), (table.keys[number + 1 :], True))
     )
-    if table.row and not once:
-        over = "-1"
-    return (
-        f"  insert into {d} as _mm_d ({idents(table.stored)}, {LAYER}, {DELETED}, {STAMP}, {OVER})\n"
-        f"  values ({values}, _mm_head, {str(deleted).lower()}, _mm_statement,\n    {over})\n"
-        f"  on conflict ({LAYER}, {idents(table.identity)}) do update set {', '.join(sets)}{guard};\n"
-    )
+    held = _unique(state, visible, table, table.keys[number], but=False, changed=False) + writes.new(state, table)
+    return before + writes.absent(state, table) + f"  if not found then\n{held}  end if;\n" + after
 
 
 def _touched(state: str) -> str:
@@ -299,9 +295,8 @@ def _touched(state: str) -> str:
 def function(state: str, table: Table, event: str, body: str) -> str:
     text = f"""#variable_conflict use_column
 declare
-  _mm_bound text := megamcp.verified(true);
-  _mm_chain bigint[] := split_part(_mm_bound, '|', 1)::bigint[];
-  _mm_head bigint := split_part(_mm_bound, '|', 2)::bigint;
+  _mm_chain bigint[] := current_setting({kept(state, "chain")}, true)::bigint[];
+  _mm_head bigint := current_setting({kept(state, "head")}, true)::bigint;
   _mm_done text;
   _mm_this bigint;
   _mm_late int[];
@@ -335,8 +330,7 @@ def inserted(state: str, visible: str, catalog: Catalog, table: Table) -> str:
     """The checked row of NEW comes into the head."""
     return (
         ("  _mm_this := nextval('megamcp.stamp_seq');\n" if table.row else "")
-        + "".join(_unique(state, visible, table, key, but=False, changed=False) for key in table.keys)
-        + _write(state, table, "new", False, once=False)
+        + _insert(state, visible, table)
         + user_triggers.fire_after(state, catalog, table, "i", early=True)
         + foreign_keys.on_write(state, visible, catalog, table, update=False)
         + _late(state, table)
@@ -346,7 +340,7 @@ def inserted(state: str, visible: str, catalog: Catalog, table: Table) -> str:
 
 def gone(state: str, table: Table, touched: str = "") -> str:
     """The row of OLD leaves without a word to anybody; `touched` is for one that the statement has written already."""
-    return (keyless.find(state, table) + touched if table.row else "") + _write(state, table, "old", True, once=True)
+    return (keyless.find(state, table) + touched if table.row else "") + writes.once(state, table, "old", True)
 
 
 def updated(state: str, visible: str, catalog: Catalog, table: Table, touched: str, sets: str | None = None) -> str:
@@ -356,14 +350,14 @@ def updated(state: str, visible: str, catalog: Catalog, table: Table, touched: s
     """
     rest = [key for key in table.keys if not key.identifies]
     write = keyless.find(state, table) + touched if table.row else ""
-    write += _write(state, table, "new", False, once=True) + touched
+    write += writes.once(state, table, "new", False) + touched
     write += "".join(_unique(state, visible, table, key, but=True, changed=True) for key in rest)
     if not table.row:
-        moved = _write(state, table, "old", True, once=True) + touched
+        moved = writes.once(state, table, "old", True) + touched
         moved += "".join(
             _unique(state, visible, table, key, but=False, changed=not key.identifies) for key in table.keys
         )
-        moved += _write(state, table, "new", False, once=False)
+        moved += writes.new(state, table)
         stays = " and ".join(f"new.{ident(c)} = old.{ident(c)}" for c in table.identity)
         write = f"  if {stays} then\n{write}  else\n{moved}  end if;\n"
     fires = user_triggers.of_rows(catalog, table, "u", before=True)

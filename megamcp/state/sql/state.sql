@@ -14,7 +14,8 @@ insert into megamcp.secrets (secret)
 select sha256(convert_to(string_agg(gen_random_uuid()::text, ''), 'UTF8')) from generate_series(1, 8)
 on conflict do nothing;
 
--- Declared immutable so that a session's cached plans hold it as a constant: one row, written once.
+-- Declared immutable so that a session's cached plans hold it as a constant: one row, written once. Any session may have
+-- its plans printed, so each function that asks for it has `debug_print_plan` off.
 create or replace function megamcp.secret() returns bytea
 language plpgsql immutable security definer parallel safe set search_path = pg_catalog, pg_temp as $body$
 begin
@@ -24,20 +25,32 @@ revoke all on function megamcp.secret() from public;
 
 -- Names this database among those of its cluster. A copy made by CREATE DATABASE has the same name, roles and passwords.
 create or replace function megamcp.deployment() returns text
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp as $body$
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set debug_print_plan = off as $body$
 begin
   return left(encode(sha256('deployment'::bytea || megamcp.secret()), 'hex'), 8);
 end $body$;
 revoke all on function megamcp.deployment() from public;
 
 create or replace function megamcp.mac(body text) returns text
-language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
+language plpgsql stable security definer parallel restricted
+set search_path = pg_catalog, pg_temp set debug_print_plan = off as $body$
 begin
   return encode(sha256(megamcp.secret() || convert_to(
     body, 'UTF8') || int4send(pg_backend_pid()) || timestamptz_send(transaction_timestamp())
     || megamcp.secret()), 'hex');
 end $body$;
 revoke all on function megamcp.mac(text) from public;
+
+-- Name of a setting that holds what was verified when a statement began, for the triggers of its rows. Who can't read the
+-- secret can't guess it, and PostgreSQL lists no such setting: so nobody can write it, though anybody may write settings.
+create or replace function megamcp.kept(state text, what text) returns text
+language plpgsql immutable security definer parallel restricted
+set search_path = pg_catalog, pg_temp set debug_print_plan = off as $body$
+begin
+  return 'megamcp.k' || left(encode(sha256(
+    megamcp.secret() || convert_to(concat_ws(' ', 'kept', state, what), 'UTF8') || megamcp.secret()), 'hex'), 40);
+end $body$;
+revoke all on function megamcp.kept(text, text) from public;
 
 create or replace function megamcp.bind(chain bigint[], head bigint, seed bigint, clock timestamptz, writable boolean)
 returns void language plpgsql volatile set search_path = pg_catalog, pg_temp as $body$
@@ -65,7 +78,8 @@ revoke all on function megamcp.bind(bigint[], bigint, bigint, timestamptz, boole
 -- The binding without its mac, or 42501 (25006 when it must be writable and is not). The mac is computed in line:
 -- this runs once for every row that is written.
 create or replace function megamcp.verified(must_write boolean) returns text
-language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
+language plpgsql stable security definer parallel restricted
+set search_path = pg_catalog, pg_temp set debug_print_plan = off as $body$
 declare
   given text := coalesce(current_setting('megamcp.binding', true), '');  -- unset is null in a new session
   body text := left(given, -65);
@@ -88,7 +102,8 @@ revoke all on function megamcp.verified(boolean) from public;
 -- is packed where PostgreSQL keeps it for the statement, and unpacked for each row (50 ns, of 150 that a base row costs).
 -- Both functions compute the mac in line: they run for every table of every statement, and a call within costs 4 µs of 7.
 create or replace function megamcp.chain_with_base() returns bigint[]
-language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
+language plpgsql stable security definer parallel restricted
+set search_path = pg_catalog, pg_temp set debug_print_plan = off as $body$
 declare
   given text := coalesce(current_setting('megamcp.binding', true), '');
   body text := left(given, -65);
@@ -109,7 +124,8 @@ revoke all on function megamcp.chain_with_base() from public;
 
 -- The chain without base, for probes of a delta: a probe sorts the array, so the shorter the better.
 create or replace function megamcp.chain() returns bigint[]
-language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
+language plpgsql stable security definer parallel restricted
+set search_path = pg_catalog, pg_temp set debug_print_plan = off as $body$
 declare
   given text := coalesce(current_setting('megamcp.binding', true), '');
   body text := left(given, -65);
@@ -124,7 +140,8 @@ end $body$;
 revoke all on function megamcp.chain() from public;
 
 create or replace function megamcp.head() returns bigint
-language plpgsql stable security definer parallel restricted set search_path = pg_catalog, pg_temp as $body$
+language plpgsql stable security definer parallel restricted
+set search_path = pg_catalog, pg_temp set debug_print_plan = off as $body$
 begin
   return split_part(megamcp.verified(true), '|', 2)::bigint;
 end $body$;

@@ -214,3 +214,49 @@ class _Ways:
             await conn.execute("reset role")
             assert await conn.fetchval("select current_user::text") == attack.state.tool_role
             await refused(conn, "set local session authorization postgres")
+
+
+async def test_plans_that_a_session_prints_hold_no_secret(attack: Attack, attacker: str) -> None:
+    """PostgreSQL lets every session have its plans printed, constants and all."""
+    constants = [await attack.world.execute("select megamcp.secret() as value")]
+    constants += [
+        await attack.world.execute(
+            "select convert_to(megamcp.kept($1, $2), 'UTF8') as value", attack.state.hidden_schema, what
+        )
+        for what in ("chain", "head")
+    ]
+    for role in ("tool", "query"):
+        conn = await attack.login(role)  # plans of a session are made once
+        printed: list[str] = []
+        conn.add_log_listener(
+            lambda _, message, printed=printed: printed.append(str(message.detail or message.message))
+        )
+        await conn.execute("set debug_print_plan = on; set client_min_messages = log")
+        if role == "tool":
+            async with attack.call(conn, attacker):
+                await conn.execute(
+                    "select count(*), max(word) from secret; insert into secret (word) values ('printed')"
+                )
+                await conn.execute("update secret set word = 'again' where word = 'printed'")
+        else:
+            async with attack.query(conn, attacker):
+                await conn.execute("select count(*), max(word) from secret")
+        await conn.close()
+        text = " ".join(" ".join(printed).split())
+        assert ":constvalue" in text
+        for rows in constants:
+            assert _as_printed(rows[0]["value"]) not in text
+
+
+def _as_printed(value: bytes) -> str:
+    """Bytes as a plan shows a constant's."""
+    return " ".join(str(byte - 256 if byte > 127 else byte) for byte in value)
+
+
+async def test_settings_that_hold_what_was_verified_are_not_listed(attack: Attack, attacker: str) -> None:
+    conn = await attack.login()
+    async with attack.call(conn, attacker):
+        await conn.execute("insert into secret (word) values ('listed')")
+        listed = await conn.fetch("select name from pg_settings") + await conn.fetch("show all")
+        assert [row["name"] for row in listed if row["name"].startswith("megamcp")] == []
+    await conn.close()
