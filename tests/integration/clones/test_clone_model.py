@@ -233,6 +233,13 @@ class Walk:
             assert await inside.digest() == point.mark.digest
 
 
+SHAPE = """select a.attrelid::regclass::text, row_number() over (partition by a.attrelid order by a.attnum), a.attname,
+    format_type(a.atttypid, a.atttypmod), pg_get_expr(d.adbin, d.adrelid), pg_get_expr(c.relpartbound, c.oid)
+  from pg_attribute a join pg_class c on c.oid = a.attrelid
+  left join pg_attrdef d on d.adrelid = a.attrelid and d.adnum = a.attnum
+ where c.relkind in ('r', 'p') and c.relnamespace = 'public'::regnamespace and a.attnum > 0 and not a.attisdropped"""
+
+
 async def dump(database: Database) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"rows": []}
     try:
@@ -244,6 +251,7 @@ async def dump(database: Database) -> dict[str, list[str]]:
     for table in (*TABLES, *extra):
         rows = sorted(str(row[0]) for row in await user.fetch(f"select textin(record_out(whole)) from {table} whole"))
         found["rows"] += [f"{table}: {row}" for row in rows]
+    found["rows"] += sorted(str(tuple(row)) for row in await user.fetch(SHAPE))
     async with database.cluster.inside(database.name) as inside:
         found["sequences"] = [f"{name}={value}" for name, value in sorted((await inside.sequences()).items())]
     return found

@@ -87,6 +87,19 @@ async def test_equal_states_have_equal_digests(shop: Shop) -> None:
     assert await shop.digest(one) == empty
 
 
+async def test_states_of_another_shape_have_other_digests_and_taking_it_back_gives_the_old_one(shop: Shop) -> None:
+    rollout = await shop.one()
+    before = await shop.digest(rollout)
+    await shop.run(rollout, "alter table books add constraint few check (stock < 10000)")
+    point = await shop.checkpoint(rollout)
+    changed = await shop.digest(rollout)
+    assert changed != before
+    fork = (await shop.fork(point["id"]))[0]
+    assert await shop.digest(fork) == await shop.digest(rollout, point["id"]) == changed
+    await shop.run(rollout, "alter table books drop constraint few")
+    assert await shop.digest(rollout) == before
+
+
 async def test_a_diff_shows_rows_by_table(shop: Shop) -> None:
     rollout = await shop.one()
     await shop.run(rollout, "update books set stock = 99 where isbn = '978-0000007919'")

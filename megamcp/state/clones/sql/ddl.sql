@@ -22,6 +22,47 @@ language sql stable set search_path = pg_catalog, pg_temp as $$
      limit 1
 $$;
 
+-- Temporary objects go with their session, and what uses them goes with them, with no event: a column of a table, say.
+-- When sessions end is ours to say (every checkpoint that is a copy ends some), so nothing that lasts may use them.
+create function megamcp.demand_lasting() returns void
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
+declare
+    own oid := pg_my_temp_schema();
+    lost record;
+begin
+    if own = 0 then
+        return;
+    end if;
+    select pg_describe_object(d.classid, d.objid, d.objsubid) as user, pg_describe_object(d.refclassid, d.refobjid, 0) as used
+      into lost
+      from (select 'pg_class'::regclass, c.oid from pg_class c where c.relnamespace = own
+            union all select 'pg_type'::regclass, t.oid from pg_type t where t.typnamespace = own
+            union all select 'pg_proc'::regclass, p.oid from pg_proc p where p.pronamespace = own
+            union all select 'pg_operator'::regclass, o.oid from pg_operator o where o.oprnamespace = own
+            union all select 'pg_collation'::regclass, o.oid from pg_collation o where o.collnamespace = own) t (class, oid)
+      join pg_depend d on d.refclassid = t.class and d.refobjid = t.oid,
+           lateral (select coalesce(
+               case d.classid when 'pg_class'::regclass then d.objid end,
+               (select x.adrelid from pg_attrdef x where d.classid = 'pg_attrdef'::regclass and x.oid = d.objid),
+               (select x.conrelid from pg_constraint x where d.classid = 'pg_constraint'::regclass and x.oid = d.objid),
+               (select x.tgrelid from pg_trigger x where d.classid = 'pg_trigger'::regclass and x.oid = d.objid),
+               (select x.ev_class from pg_rewrite x where d.classid = 'pg_rewrite'::regclass and x.oid = d.objid),
+               (select x.polrelid from pg_policy x where d.classid = 'pg_policy'::regclass and x.oid = d.objid)) as oid) c
+      left join pg_class r on r.oid = c.oid
+     where case when r.oid is not null then r.relpersistence <> 't'
+                else coalesce(
+                    (select x.typnamespace from pg_type x where d.classid = 'pg_type'::regclass and x.oid = d.objid),
+                    (select x.pronamespace from pg_proc x where d.classid = 'pg_proc'::regclass and x.oid = d.objid),
+                    (select x.typnamespace from pg_constraint k join pg_type x on x.oid = k.contypid
+                      where d.classid = 'pg_constraint'::regclass and k.oid = d.objid), own) <> own end
+     limit 1;
+    if found then
+        raise exception using errcode = '0A000', message = format('%s would use %s', lost.user, lost.used),
+            detail = 'That is temporary: when this session ends, PostgreSQL would take away both.',
+            hint = 'Make what it uses permanent, or make both temporary.';
+    end if;
+end $$;
+
 create function megamcp.after_ddl() returns event_trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp set event_triggers = off as $$
 declare
@@ -31,6 +72,7 @@ begin
         raise exception using errcode = '42501', message = format('role "%s" is not of this database', stranger),
             hint = 'Grant to public or to mm_owner: a rollout has no other roles.';
     end if;
+    perform megamcp.demand_lasting();
     if exists (select from pg_event_trigger_ddl_commands() c
                 where c.schema_name = 'megamcp' or c.object_identity = 'megamcp' and c.object_type = 'schema') then
         raise exception using errcode = '42501', message = 'schema megamcp belongs to the gateway';

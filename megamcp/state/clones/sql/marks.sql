@@ -77,7 +77,7 @@ language sql stable set search_path = pg_catalog, pg_temp as $$
              group by x.n) s
 $$;
 
--- The sum of all rows, read from the tables. Each is locked by its name and then compared with its oid, so that
+-- The sum of all rows and of the shape (shape.sql), read from the tables. Each is locked by its name and then compared with its oid, so that
 -- nothing else (a view with functions in it) can be read in its place with our rights.
 create function megamcp.whole_sum() returns numeric
 language plpgsql volatile set search_path = pg_catalog, pg_temp set datestyle = 'ISO, YMD' set timezone = 'UTC'
@@ -86,7 +86,7 @@ set lc_monetary = 'C' as $$
 declare
     t record;
     part numeric;
-    total numeric := 0;
+    total numeric := megamcp.shape_sum();
 begin
     for t in select x.oid, x.kind, x.oid::regclass::text as name from megamcp.tables x where x.oid = x.root order by x.oid loop
         execute format('lock table only %s in access share mode', t.name);
