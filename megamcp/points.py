@@ -49,7 +49,7 @@ class Points:
     ) -> dict[str, tuple[LoadedServer, dict[str, state.TableDiff]]]:
         """Row changes from one point to another, per server that has SQL state.
 
-        Raises `NotFound`, `Gone`, `Conflict` (`foreign_checkpoint`, `points_diverged`, `clone_only`).
+        Raises `NotFound`, `Gone`, `Conflict` (`foreign_checkpoint`).
         """
         limit = self._settings.diff_rows
         found: dict[str, tuple[LoadedServer, dict[str, state.TableDiff]]] = {}

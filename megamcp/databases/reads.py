@@ -17,8 +17,7 @@ from megamcp import state
 from megamcp.databases import journal as sql
 from megamcp.databases.heads import Databases, Place, Point, point_of
 from megamcp.environments import LoadedEnvironment, LoadedServer
-from megamcp.errors import Conflict
-from megamcp.state.clones import Inside
+from megamcp.state.clones import Inside, compare
 from megamcp.store import Store
 
 VIEW_KEPT_S = 60.0
@@ -73,28 +72,29 @@ class Reads:
             return (await inside.digest() - await inside.origin_sum()) % state.MODULUS, await inside.sequences()
 
     async def diff(self, a: Spot, b: Spot, *, limit: int) -> dict[str, state.TableDiff]:
-        """Rows that differ. Raises `Conflict` (`points_diverged`, `clone_only`)."""
+        """Rows that differ: as one log says, where it leads from one to the other; else by what is in both."""
         if a == b:
             return {}
         for host, other, forward in ((b, a, True), (a, b, False)):
             async with self._standing(host) as (inside, lineage):
                 start = await _position_in(inside, lineage, host, other)
-                if start is None:
-                    continue
-                found = await inside.changes(start, (await inside.mark()).position, limit)
-                if found is None:
-                    raise Conflict(
-                        "The tables themselves were changed (DDL or TRUNCATE) between the two points: their rows can't"
-                        " be compared.",
-                        code="clone_only",
-                        hint="Query both points.",
-                    )
-                return found if forward else {name: table.reversed() for name, table in found.items()}
-        raise Conflict(
-            "The two points are on lines that have diverged.",
-            code="points_diverged",
-            hint="Compare each with the checkpoint that they have in common, or with base.",
-        )
+                if start is not None:
+                    found = await inside.changes(start, (await inside.mark()).position, limit)
+                    if found is not None:
+                        return found if forward else {name: table.reversed() for name, table in found.items()}
+        places = [await self._name(spot) for spot in (a, b)]  # made before any is locked: a copy locks its origin
+        if places[0] == places[1]:
+            return {}
+        async with contextlib.AsyncExitStack() as stack:
+            # In one order, whoever asks.
+            held = {
+                name: (await stack.enter_async_context(self._standing(spot)))[0]
+                for name, spot in sorted(zip(places, (a, b), strict=True), key=lambda one: one[0])
+            }
+            return await compare(held[places[0]], held[places[1]], limit)
+
+    async def _name(self, spot: Spot) -> str:
+        return spot.live if spot.live is not None else (await self._view(spot))[0].name
 
     @asynccontextmanager
     async def connection(self, spot: Spot) -> AsyncIterator[asyncpg.Connection]:

@@ -206,6 +206,12 @@ class Inside:
             found = await diffs.by_table(hand, sides, limit)
         return found if a <= b else {name: one.reversed() for name, one in found.items()}
 
+    async def shown(self, relation: int, images: Sequence[str]) -> list[dict[str, Any]]:
+        """Rows of images as JSON objects, by key."""
+        async with self._hand() as hand, hand.transaction(readonly=True):
+            found = await diffs.by_table(hand, {relation: ([], images)}, len(images))
+        return [row for table in found.values() for row in table.added]
+
     async def calls(self, after: int) -> list[CallRow]:
         """Calls with an id above `after`, in order."""
         return [CallRow(*row.values()) for row in await self.connection.fetch(_CALLS, after)]

@@ -20,7 +20,7 @@ from megamcp.state.clones import logins
 from megamcp.state.clones.types import Keys
 from megamcp.state.names import ident
 
-ORDER = ("log", "calls", "handles", "ddl", "marks", "shape", "rights", "events")
+ORDER = ("log", "calls", "handles", "ddl", "marks", "shape", "compare", "rights", "events")
 
 
 def sql(name: str) -> str:
