@@ -15,7 +15,9 @@ which lets a transaction touch only the state that its own `call_begin` bound.
 """
 
 import asyncio
+import itertools
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -41,6 +43,10 @@ POOL_WAIT_S = 60.0
 """Longest wait for a free connection. The call's own deadline is usually shorter: the gateway hangs up."""
 CLOSE_S = 2.0
 _KEY = "megamcp.call"
+
+
+# What FETCH gives depends on the cursor, so a prepared one must not serve another cursor of the same name.
+_FETCH = re.compile(r"(?:\s|--[^\n]*\n|/\*.*?\*/)*fetch\b", re.IGNORECASE | re.DOTALL)
 
 
 class ToolTransactionError(MegaMCPError):
@@ -112,6 +118,7 @@ class Database:
         event.listen(engine, "rollback", _on_rollback)
         self._closing: set[asyncio.Task[None]] = set()
         self._rewriter = rewrites.Rewriter()
+        self._fetches = itertools.count()
 
     async def _connect(self) -> Any:
         return await asyncpg.connect(
@@ -132,6 +139,8 @@ class Database:
         """Checks a statement, and rewrites it where the views need another form. Runs in SQLAlchemy's greenlet."""
         guard = admitted(connection, context)
         check_statement(statement, savepoints=True)
+        if _FETCH.match(statement):
+            return f"{statement}\n-- {next(self._fetches)}", parameters
         if not rewrites.candidate(statement):
             return statement, parameters
 

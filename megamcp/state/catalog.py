@@ -26,6 +26,7 @@ class Column:
     collation: str | None  # quoted, only where it differs from the type's
     equal_class: str | None = None  # operator class for a key-led index, where there is one for the base type
     base_type: str | None = None  # below all domains
+    virtual: bool = False  # generated when it is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,7 @@ async def read(conn: Any, schema: str, ours: list[int]) -> Catalog:
                 collation=row["collation"],
                 equal_class=row["equal_class"],
                 base_type=row["base_type"],
+                virtual=row["generated"] == "v",
             )
         )
     foreign_keys = await conn.fetch(_SQL["foreign_keys"], schema)

@@ -84,10 +84,19 @@ def _probe(sql: str, tables: Mapping[str, Columns], schema: str) -> str | None:
             write.relation.schemaname = schema
     if not found:
         return None
-    for node in postgast.find_nodes(tree, pb.Node):
-        if node.HasField("param_ref"):
-            node.a_const.isnull = True
-    return f"explain {postgast.deparse(tree)}"
+    return f"explain {_without_parameters(postgast.deparse(tree))}"
+
+
+def _without_parameters(sql: str) -> str:
+    raw, parts, done = sql.encode(), list[bytes](), 0
+    for token in postgast.scan(sql).tokens:
+        if token.token == _PARAMETER:
+            parts += [raw[done : token.start], b"null"]
+            done = token.end
+    return b"".join([*parts, raw[done:]]).decode()
+
+
+_PARAMETER = pb.Token.Value("PARAM")
 
 
 def _writes(tree: pb.ParseResult) -> Iterator[tuple[str, Any]]:

@@ -70,6 +70,9 @@ SET_OF_PART = Refusal(
 SET_TO_DEFAULT = Refusal(
     f"{_CONFLICT} DO UPDATE SET … = DEFAULT", "the default is known to the table alone", "Write the value."
 )
+SET_TO_ROW = Refusal(
+    f"{_CONFLICT} DO UPDATE SET … = ROW(…)", "the type of such a row would be lost", "Cast it: ROW(…)::its_type."
+)
 OLD_ROWS = Refusal(
     f"old and new in RETURNING of {_CONFLICT}",
     "the row goes through another view",

@@ -339,6 +339,8 @@ def _assignments(clause: pb.OnConflictClause, table: _Table) -> list[tuple[str, 
             value = several.source.row_expr.args[several.colno - 1]
         if target.indirection:
             refuse(refusals.SET_OF_PART)
+        if value.HasField("row_expr"):
+            refuse(refusals.SET_TO_ROW)
         if value.HasField("set_to_default"):
             refuse(refusals.SET_TO_DEFAULT)
         if target.name not in table.columns:

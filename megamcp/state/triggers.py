@@ -137,7 +137,8 @@ def level_mark(number: int) -> str:
 
 
 def _failing_row(table: Table) -> str:
-    values = ", ".join(f"megamcp.shown(new.{ident(c)})" for c in table.names)
+    shown = ("'virtual'" if c.virtual else f"megamcp.shown(new.{ident(c.name)})" for c in table.columns)
+    values = ", ".join(shown)
     return f"megamcp.failing_row(variadic array[{values}])"
 
 

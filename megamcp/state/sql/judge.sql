@@ -12,6 +12,16 @@ used(relname, attname, declared, modifier, typ) as (  -- the types of columns, a
     union all select r.rngsubtype from pg_range r where t.oid in (r.rngtypid, r.rngmultitypid)
     union all select a.atttypid from pg_attribute a join pg_class k on k.oid = a.attrelid
       where a.attrelid = t.typrelid and k.relkind = 'c' and a.attnum > 0 and not a.attisdropped) part(typ)
+),
+domains(typ, base) as (
+  select t.oid, t.typbasetype from pg_type t where t.typtype = 'd'
+  union select d.typ, t.typbasetype from domains d join pg_type t on t.oid = d.base where t.typtype = 'd'
+),
+keyed(name, typ) as (
+  select i.relname, a.atttypid from pg_index x join c on c.oid = x.indrelid join pg_class i on i.oid = x.indexrelid
+  join pg_attribute a on a.attrelid = i.oid and a.attnum <= x.indnkeyatts where x.indisunique
+  union select n.conname, a.atttypid from pg_constraint n join c on c.oid = n.conrelid
+  join pg_attribute a on a.attrelid = c.oid and a.attnum = any (n.conkey) where n.contype = 'f'
 )
 select 'materialised view', relname::text, 'it would hold one rollout''s rows for all', 'Make it a plain view.' from c where relkind = 'm'
 union all select 'foreign or partitioned table', relname, 'its rows can''t be kept by layer', 'Make it a plain table.' from c where relkind in ('f', 'p') or relispartition
@@ -49,6 +59,8 @@ union all select 'unique index with an operator class', i.relname::text, 'its eq
       where e.amopstrategy = 3 and e.amoplefttype = o.opcintype and e.amoprighttype = o.opcintype and d.opcdefault
         and d.opcintype = o.opcintype and d.opcmethod = o.opcmethod and e.amopopr in (select s.amopopr from pg_amop s
           where s.amopfamily = o.opcfamily and s.amopstrategy = 3 and s.amoplefttype = o.opcintype and s.amoprighttype = o.opcintype)))
+union all select 'key over a domain of an enum', k.name, 'PostgreSQL has no = for its values', 'Use the enum, with a CHECK.'
+  from keyed k join domains d on d.typ = k.typ join pg_type e on e.oid = d.base and e.typtype = 'e'
 union all select 'non-deterministic collation', c.relname || '.' || a.attname, 'equal values may differ in bytes', 'Use a deterministic collation.'
   from pg_attribute a join c on c.oid = a.attrelid join pg_collation o on o.oid = a.attcollation where not o.collisdeterministic and a.attnum > 0
 union all select 'column type ' || format_type(u.declared, u.modifier), u.relname || '.' || u.attname,

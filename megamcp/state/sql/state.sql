@@ -160,11 +160,12 @@ return 'Failing row contains (' || (
                     order by n)
   from unnest(shown) with ordinality as u(v, n)) || ').';
 
--- The value as its type's output function prints it (a cast to text differs for boolean and char(n)).
+-- The value as its type's output function prints it (a cast to text differs for boolean and char(n)). IS NULL would ask
+-- the fields of a composite value.
 create or replace function megamcp.shown(value anyelement) returns text
 language plpgsql stable parallel safe set search_path = pg_catalog, pg_temp as $body$
 begin
-  return case when value is null then null else format('%s', value) end;
+  return case when value is distinct from null then format('%s', value) end;
 end $body$;
 
 -- True for every row of a delta, at a price: what a policy hashes looks dear row by row, what it probes does not, so the

@@ -91,6 +91,22 @@ def test_a_row_of_values_for_an_always_identity_column_is_refused(compare: Compa
     )
 
 
+def test_a_value_for_an_always_identity_or_generated_column_is_refused_beside_parameters(compare: Compare) -> None:
+    ddl = (
+        "create table line (id int generated always as identity primary key, a int,"
+        " twice int generated always as (a * 2) stored);"
+    )
+    statements = [
+        Statement("update line set id = $1::int where a = $2::int", arguments=(7, 1)),
+        Statement("update line set a = $1::int, id = default where a in ($2::int, $1) returning id", arguments=(7, 1)),
+        Statement("insert into line values ($1::int, 3)", arguments=(7,)),
+        Statement("insert into line values (default, $1::int), (default, $2::int) returning *", arguments=(7, 8)),
+        Statement("insert into line (twice) select $1::int where false", arguments=(7,)),
+        Statement("insert into line (a, twice) values ($1, default) returning *", arguments=(7,)),
+    ]
+    compare(ddl, ["line"], ["insert into line (a) values (1), (2)"], [Call(0, tuple(statements))])
+
+
 def test_setval_of_a_number_still_to_come_draws_none(compare: Compare) -> None:
     ddl = "create sequence counter; create table line (id int primary key);"
     statements = ["select setval('counter', 5, false)", "select currval('counter')", "select nextval('counter')"]
@@ -155,8 +171,35 @@ def test_a_composite_value_of_nulls_is_no_null(compare: Compare) -> None:
         "insert into line values (6, '(1,a)', '(,)', null) on conflict do nothing",
         "update line set q = '(,a)' where id = 2",
         "delete from line where q = '(,a)' returning *",
+        "insert into child values (9, '(,)')",
     ]
     compare(ddl, ["line", "child"], ["insert into line values (1, '(1,a)', '(1,a)', null)"], [call(*statements)])
+
+
+def test_the_row_at_fault_is_told_without_its_virtual_columns(compare: Compare) -> None:
+    ddl = "create table line (id int primary key, g int generated always as (id * 2) virtual, a int not null);"
+    compare(ddl, ["line"], [], [call("insert into line values (1, default, null)")])
+
+
+def test_on_conflict_sets_a_composite_column_to_a_row_that_names_its_type(compare: Compare) -> None:
+    ddl = """create type pair as (n int, word varchar(3)); create type nested as (p pair, n int[]);
+    create table line (id int primary key, p pair, q nested);"""
+    insert = "insert into line values (1, '(1,b)') on conflict (id) do update set"
+    statements = [
+        f"{insert} p = row(2, 'c')::pair, q = row(row(1, 'a'), array[2])::nested returning *",
+        f"{insert} q = (excluded.p, array[6 / line.id])::nested returning q",
+        f"{insert} p = row(1, 'toolong')::pair",
+        f"{insert} (p, q) = row(row(7, 'x')::pair, null)",
+    ]
+    compare(ddl, ["line"], ["insert into line values (1, '(1,a)')"], [call(*statements)])
+
+
+def test_a_cursor_of_a_name_that_another_had_gives_its_own_columns(compare: Compare) -> None:
+    """The SDK's connection keeps statements prepared, and what FETCH gives is not said by its text."""
+    ddl = "create table line (id int primary key, name text, n numeric);"
+    one, two = ("declare c cursor for select id from line", "declare c cursor for select name, n from line")
+    statements = [one, "fetch 1 from c", "close c", two, "fetch 1 from c", "/* x */ FETCH 1 from c"]
+    compare(ddl, ["line"], ["insert into line values (1, 'a', 2), (2, 'b', 3)"], [call(*statements), call(two)])
 
 
 def test_a_statement_trigger_that_cascades_would_fire_is_refused(compare: Compare) -> None:

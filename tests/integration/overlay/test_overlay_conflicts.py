@@ -1,8 +1,14 @@
 """INSERT … ON CONFLICT, compared with plain tables in all its forms."""
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
+
+from megamcp.state import refusals
+from tests.integration.overlay.differential_database import Database
+from tests.integration.overlay.differential_programs import Statement
+from tests.integration.overlay.differential_run import Call, Pair
 
 DDL = """
 create type mood as enum ('sad', 'ok');
@@ -149,3 +155,49 @@ def test_a_domain_is_checked_only_where_the_row_is_updated(compare: Callable[...
             "insert into t (id) values (3) on conflict (id) do update set o = null returning *",
         ],
     )
+
+
+CLAUSES = {
+    "insert into t values (1) on conflict do update set a = 1": None,  # a syntax error of PostgreSQL's own
+    "insert into t values (1) on conflict (id) do update set (a, b) = (select 1, 2)": refusals.SET_OF_SUBSELECT,
+    "insert into t values (1) on conflict (id) do update set l[1] = 2": refusals.SET_OF_PART,
+    "insert into t values (1) on conflict (id) do update set p.n = 2": refusals.SET_OF_PART,
+    "insert into t values (1) on conflict (id) do update set a = default": refusals.SET_TO_DEFAULT,
+    "insert into t values (1) on conflict (id) do update set p = row(1, 'x')": refusals.SET_TO_ROW,
+    "insert into t values (1) on conflict (id) do update set p = (1, 'x')": refusals.SET_TO_ROW,
+    "insert into t values (1) on conflict (a) do update set b = 1": refusals.SEVERAL_KEYS,
+    "insert into t values (1) on conflict (id) do update set a = 1 returning old.a": refusals.OLD_ROWS,
+    "insert into i overriding user value values (1) on conflict do nothing": refusals.OVERRIDING_CONFLICT,
+    "with x as (with y as (select 1 as id) insert into t (id) select id from y on conflict do nothing returning id)"
+    " select * from x": refusals.NESTED_CONFLICT,
+}
+
+
+@pytest.mark.support("INSERT … ON CONFLICT DO UPDATE SET (…) = (SELECT …)", "refused: its columns can't be taken apart")
+@pytest.mark.support(
+    "INSERT … ON CONFLICT DO UPDATE SET of an element or field", "refused: only whole values are assigned"
+)
+@pytest.mark.support(
+    "INSERT … ON CONFLICT DO UPDATE SET … = DEFAULT", "refused: the default is known to the table alone"
+)
+@pytest.mark.support("INSERT … ON CONFLICT DO UPDATE SET … = ROW(…)", "refused: the type of such a row would be lost")
+@pytest.mark.support("INSERT … ON CONFLICT DO UPDATE over several keys at once", "refused: each may meet another row")
+@pytest.mark.support("old and new in RETURNING of INSERT … ON CONFLICT", "refused: the row goes through another view")
+@pytest.mark.support("OVERRIDING with INSERT … ON CONFLICT", "refused: they take different ways")
+@pytest.mark.support("INSERT … ON CONFLICT in WITH, with a WITH of its own", "refused: both would have to come first")
+def test_a_clause_that_cannot_be_rewritten_is_refused_with_its_reason(postgres_dsn: str) -> None:
+    ddl = """create type pair as (n int, word text);
+    create table t (id int primary key, a int unique, b int default 3, l int[], p pair);
+    create unique index again on t (a);
+    create table i (id int generated always as identity primary key);"""
+    with asyncio.Runner() as runner:
+        database = runner.run(Database.create(postgres_dsn))
+        try:
+            for sql, refusal in CLAUSES.items():
+                pair = runner.run(Pair.load(database, "clauses", ddl, ["t", "i"], []))
+                runner.run(pair.run([Call(0, (Statement(sql),))]))
+                runner.run(pair.unload())
+                wanted = [f"{refusal.construct} is not supported here: {refusal.reason}."] if refusal else []
+                assert list(pair.report.reasons) == wanted, sql
+        finally:
+            runner.run(database.drop())
