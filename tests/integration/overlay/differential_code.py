@@ -3,10 +3,19 @@
 from dataclasses import replace
 
 from tests.integration.overlay.differential_schema import Column, Draw, Schema, Table
+from tests.integration.overlay.differential_words import assignments, one_row
 
 TWICE = "create function twice(n int) returns int language sql immutable return n * 2;"
 CLAMP = """create function clamp(n int) returns int language plpgsql immutable as
 $$ begin if n > 3 then return 3; end if; return n; end $$;"""
+TOTALS = Table(
+    "totals",
+    [Column("name", "text", "primary key"), Column("n", "int", "")],
+    ("name",),
+    [("name",)],
+    ["(name)"],
+    {"name"},
+)
 JOURNAL = Table("journal", [Column("what", "text", ""), Column("line", "text", "")])
 
 
@@ -27,7 +36,11 @@ def code(draw: Draw, schema: Schema) -> Schema:
     if draw.chance(0.4, "sequence with options"):
         # No CACHE: its gaps are a session's, and sequences of a rollout have none.
         options = draw.one(
-            "minvalue 3 maxvalue 9 increment 2 cycle", "increment -2 maxvalue 5 minvalue -4", "maxvalue 6"
+            "minvalue 3 maxvalue 9 increment 2 cycle",
+            "increment -2 maxvalue 5 minvalue -4",
+            "maxvalue 6",
+            "as smallint start 32766",
+            "increment -1 minvalue -3 maxvalue -1 cycle",
         )
         before.append(f"create sequence odd {options};")
         sequences.append("odd")
@@ -56,6 +69,36 @@ def code(draw: Draw, schema: Schema) -> Schema:
                 " insert into journal values ('noted', l); select count(*) into n from journal; return n; end $$;"
             )
             calls.append("noted({text})")
+        if draw.chance(0.7, "function in PL/pgSQL that changes rows"):
+            after.append(
+                "create function mark(n int) returns text language plpgsql as $$ declare m int; o int; begin"
+                " update journal set line = left(line, 1) || n where what = 'noted';"
+                " get diagnostics m = row_count;"
+                " delete from journal where what = 'note' and length(line) > n; get diagnostics o = row_count;"
+                " return m || '/' || o; end $$;"
+            )
+            calls.append("mark({int})")
+    tables.append(TOTALS)
+    if draw.chance(0.7, "function with ON CONFLICT"):
+        after.append(
+            "create function tally(w text) returns int language plpgsql as $$ declare m int; begin"
+            " insert into totals values (w, 1) on conflict (name) do update set n = totals.n + excluded.n;"
+            " select n into m from totals where name = w; return m; end $$;"
+        )
+        calls.append("tally({text})")
+    keyed = [t for t in schema.tables if t.key]
+    if keyed and draw.chance(0.7, "function with EXCEPTION"):
+        after.append(_trying(draw, schema, draw.random.choice(keyed)))
+        calls.append("try_it()")
+    if keyed and draw.chance(0.5, "function that returns rows"):
+        table = draw.random.choice(keyed)
+        columns = ", ".join(f"o{i} {c.type}" for i, c in enumerate(table.columns[:2]))
+        names = ", ".join(c.name for c in table.columns[:2])
+        after.append(
+            f"create function few() returns table ({columns}) language sql stable as"
+            f" $$ select {names} from {table.name} order by {table.order(table.name)} limit 3 $$;"
+        )
+        calls.append("few()")
     for table in schema.tables:
         after += _triggers(draw, table)
     return replace(
@@ -64,15 +107,39 @@ def code(draw: Draw, schema: Schema) -> Schema:
     )  # fmt: skip
 
 
+def _trying(draw: Draw, schema: Schema, table: Table) -> str:
+    """A function that writes one row and, where that fails, writes another and goes on."""
+    sets, _ = assignments(draw.random, schema, table, table.name)
+    other = f"delete from {table.name}{one_row(table, draw.random)};" if draw.chance(0.5) else ""
+    return (
+        "create function try_it() returns text language plpgsql as $$ declare m int; begin"
+        f" begin update {table.name} set {sets}{one_row(table, draw.random)}; get diagnostics m = row_count;"
+        f" exception when integrity_constraint_violation or data_exception then {other} return sqlstate; end;"
+        " return m; end $$;"
+    )
+
+
 def _triggers(draw: Draw, table: Table) -> list[str]:
     made: list[str] = []
     virtual = any("virtual" in c.definition for c in table.columns)  # with row triggers: refused
     if not virtual and draw.chance(0.25, "trigger before row"):
         made.append(_before(draw, table))
+        if draw.chance(0.4, "several triggers of one event"):
+            made.append(_guard(draw, table))
     if not virtual and draw.chance(0.25, "trigger after row") and "table without a key" in draw.taken:
         made.append(_after(draw, table))
+    if not virtual and draw.chance(0.2, "trigger that writes by ON CONFLICT"):
+        name = f"{table.name}_total"
+        events = draw.one("insert", "update", "delete", "insert or update or delete")
+        made.append(
+            f"create function {name}() returns trigger language plpgsql as $$ begin"
+            f" insert into totals values (tg_argv[0] || tg_argv[1], 1)"
+            f" on conflict (name) do update set n = totals.n + 1; return null; end $$;\n"
+            f"create trigger {name} after {events} on {table.name} for each row"
+            f" execute function {name}('it''s ', {draw.random.randint(1, 3)});"
+        )
     cascaded = any(reference.acts for reference in table.references)  # fires once too often: see the regressions
-    if not cascaded and draw.chance(0.15, "trigger for each statement") and "table without a key" in draw.taken:
+    if not cascaded and draw.chance(0.35, "trigger for each statement") and "table without a key" in draw.taken:
         name = f"{table.name}_done"
         moment = draw.one("before", "after")
         made.append(
@@ -92,9 +159,7 @@ def _before(draw: Draw, table: Table) -> str:
     skip = f"if new.{number} = 4 then return null; end if;" if number and draw.chance(0.5) else ""
     delete = f"if old.{number} = 2 then return null; end if;" if number and draw.chance(0.5) else ""
     events = draw.one("insert", "update", "insert or update", "insert or update or delete", "delete")
-    when = ""
-    if texts and draw.chance(0.4, "trigger with WHEN") and "delete" not in events and number:
-        when = f" when (new.{number} is distinct from 1)"
+    when = _when(draw, table, "old" if events == "delete" else "new") if "or" not in events else ""
     return (
         f"create function {name}() returns trigger language plpgsql as $$ begin"
         f" if tg_op = 'DELETE' then {delete} return old; end if; {skip} {change} return new; end $$;\n"
@@ -102,16 +167,40 @@ def _before(draw: Draw, table: Table) -> str:
     )
 
 
+def _when(draw: Draw, table: Table, record: str) -> str:
+    columns = [c for c in table.comparable if not c.generated]
+    if not columns or not draw.chance(0.4, "trigger with WHEN"):
+        return ""
+    column = draw.random.choice(columns)
+    return f" when ({record}.{column.name} is distinct from {column.kind.good[0]}::{column.type})"
+
+
+def _guard(draw: Draw, table: Table) -> str:
+    """A second BEFORE trigger: it sees what the first made of the row, and forbids some."""
+    name = draw.one(f"{table.name}_guard", f"a_{table.name}_guard")
+    ints = [c.name for c in table.of_type("int") if not c.generated]
+    texts = [c.name for c in table.of_type("text") if not c.generated]
+    test = f"new.{draw.random.choice(ints)} = 5" if ints else f"new.{texts[0]} like '%b%'" if texts else "false"
+    code = draw.one("", " using errcode = '23514'", " using errcode = '22023'")
+    events = draw.one("insert", "update", "insert or update")
+    return (
+        f"create function {name}() returns trigger language plpgsql as $$ begin"
+        f" if {test} then raise exception 'guarded by %', tg_name{code}; end if; return new; end $$;\n"
+        f"create trigger {name} before {events} on {table.name} for each row execute function {name}();"
+    )
+
+
 def _after(draw: Draw, table: Table) -> str:
     name = draw.one(f"{table.name}_after", f"a_{table.name}")
     names = [c.name for c in table.columns[:2]]
     new, old = (f"row({', '.join(f'{record}.{n}' for n in names)})::text" for record in ("new", "old"))
-    of = f" of {table.columns[-1].name}" if draw.chance(0.3) and not table.columns[-1].generated else ""
-    events = draw.one("insert", f"update{of}", "insert or delete", f"insert or update{of} or delete")
+    of = f" of {table.columns[-1].name}" if draw.chance(0.5) and not table.columns[-1].generated else ""
+    events = draw.one("insert", f"update{of}", "insert or delete", f"insert or update{of} or delete", "delete")
+    when = _when(draw, table, "old" if events in {"delete", f"update{of}"} else "new") if "or" not in events else ""
     return (
         f"create function {name}() returns trigger language plpgsql as $$ begin"
         f" if tg_op = 'DELETE' then insert into journal values (tg_op || ' ' || tg_table_name, {old});"
         f" elsif tg_op = 'UPDATE' then insert into journal values (tg_name, {old} || {new});"
         f" else insert into journal values (tg_op, {new}); end if; return null; end $$;\n"
-        f"create trigger {name} after {events} on {table.name} for each row execute function {name}();"
+        f"create trigger {name} after {events} on {table.name} for each row{when} execute function {name}();"
     )

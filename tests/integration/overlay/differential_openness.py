@@ -31,6 +31,15 @@ class Statement:
     """What the report counts it as."""
     on_plain: str = ""
     """What plain tables are asked instead, where the environment promises more: `now()` for the keyword forms."""
+    arguments: tuple[object, ...] = ()
+
+    @property
+    def ordered(self) -> bool:
+        """Its rows have one order: that of ORDER BY or of a cursor, and for INSERT that of its source."""
+        sorted_ = " order by " in self.sql
+        if self.sql.startswith("insert into"):
+            return sorted_ or " values (" in self.sql
+        return self.sql.startswith("fetch") or (sorted_ and self.sql.startswith("select"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +48,13 @@ class Outcome:
 
     count: int = -1
     rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    """Names and types of the result."""
     sqlstate: str = ""
     broken: str = ""
     """The constraint, or the column for NOT NULL."""
+    told: str = ""
+    """Message, detail and hint where a row is at fault."""
     message: str = field(default="", compare=False)
 
 
@@ -65,7 +78,7 @@ class Allowed(Enum):
 REFUSALS = re.compile(r"two parts of one command write table")
 """Messages of the refusals at run time, so that no other 0A000 passes for one."""
 
-_OF_A_ROW = ("22", "23", "21000")
+_OF_A_ROW = ("22", "23", "21000", "P0001")
 _EVENT_CODES = {"23505", "23503", "23001"}
 
 

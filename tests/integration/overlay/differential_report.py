@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tests.integration.overlay.differential_census import SCHEMA, STATEMENTS
 from tests.integration.overlay.differential_openness import Allowed
 
 
@@ -24,7 +25,12 @@ class Report:
     allowed: Counter[Allowed] = field(default_factory=Counter)
     steps: Counter[str] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
+    done: Counter[str] = field(default_factory=Counter)
+    """Constructs of the census: in schemas that were loaded, in statements that took effect."""
     not_taken: Mapping[str, str] = field(default_factory=dict)
+
+    def _least(self) -> list[tuple[int, str]]:
+        return sorted((self.done[name], name) for name in (*SCHEMA, *STATEMENTS))[:12]
 
     def text(self) -> str:
         total = sum(self.statements.values())
@@ -37,6 +43,7 @@ class Report:
                 for name in sorted(self.statements | self.refused)
             ),
             "errors alike: " + ", ".join(f"{code} {n}" for code, n in self.codes.most_common()),
+            "constructs least drawn: " + ", ".join(f"{name} {n}" for n, name in self._least()),
             *(f"{n} schemas refused: {reason}" for reason, n in self.together.most_common()),
             *(f"refused {n} times: {reason}" for reason, n in self.reasons.most_common()),
             *(f"allowed {n} times: {why.name} ({why.value})" for why, n in self.allowed.most_common()),

@@ -1,18 +1,22 @@
 """Runs one program on both sides and compares all a client can see; says in words where they part."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import asyncpg
 
 from megamcp.errors import MegaMCPError, UnsupportedStatement
 from megamcp.sdk.database import Database as ToolDatabase
+from megamcp.state import TableDiff
+from tests.integration.overlay.differential_census import in_statement
 from tests.integration.overlay.differential_database import Database
 from tests.integration.overlay.differential_openness import Openness, Outcome, Statement, allowed
 from tests.integration.overlay.differential_report import Report
-from tests.integration.overlay.differential_sides import CopyOnWrite, Dump, Layers, Plain, Sequences
+from tests.integration.overlay.differential_sides import Contents, CopyOnWrite, Dump, Layers, Plain, Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,15 @@ class Rewrite:
     table: int
 
 
-Step = Call | Checkpoint | Fork | Rollback | Rewrite
+@dataclass(frozen=True, slots=True)
+class Squash:
+    """Makes one layer of the last ones of the rollout's chain, at least two, and puts it in their place."""
+
+    rollout: int
+    first: int
+
+
+Step = Call | Checkpoint | Fork | Rollback | Rewrite | Squash
 MOST_ROLLOUTS = 5
 
 
@@ -75,6 +87,8 @@ class _Rollout:
 class _Saved:
     dump: Dump
     chain: tuple[int, ...]
+    rows: Contents
+    """Its rows as JSON."""
 
 
 class Pair:
@@ -159,14 +173,17 @@ class _Run:
     async def run(self, steps: Sequence[Step]) -> None:
         self._report.programs += 1
         try:
-            self._saved.append(_Saved(self._pair.base, ()))
-            await self._open(0)
+            await self._open(_Saved(self._pair.base, (), {}), 0)
+            self._saved.append(_Saved(self._pair.base, (), await self._plain.as_json(self._rollouts[0].plain)))
             for step in steps:
                 self._report.steps[type(step).__name__.lower()] += 1
                 await self._step(step)
             for number in range(len(self._rollouts)):
                 await self._compare_tables(number)
                 await self._compare_digest(number)
+            for a, b in ((0, -1), (-1, len(self._saved) // 2), (-2, -1)):
+                if len(self._saved) > 1:
+                    await self._compare_diff(self._saved[a], self._saved[b])
         finally:
             for rollout in self._rollouts:
                 self._plain.give_back(rollout.plain)
@@ -179,15 +196,17 @@ class _Run:
                 await self._checkpoint(step.rollout % len(self._rollouts))
             case Fork():
                 if len(self._rollouts) < MOST_ROLLOUTS:
-                    await self._open(step.checkpoint % len(self._saved))
+                    checkpoint = step.checkpoint % len(self._saved)
+                    await self._open(self._saved[checkpoint], checkpoint)
             case Rollback():
                 await self._rollback(step.rollout % len(self._rollouts))
             case Rewrite():
                 await self._rewrite(step.rollout % len(self._rollouts), step.table)
+            case Squash():
+                await self._squash(step.rollout % len(self._rollouts), step.first)
 
-    async def _open(self, checkpoint: int) -> None:
+    async def _open(self, saved: _Saved, checkpoint: int) -> None:
         self._told.append(f"rollout {len(self._rollouts)} := fork of checkpoint {checkpoint}")
-        saved = self._saved[checkpoint]
         name = await self._plain.make()
         layers = Layers(list(saved.chain), await self._overlay.layer())
         self._rollouts.append(_Rollout(name, layers, [checkpoint]))
@@ -200,7 +219,8 @@ class _Run:
         dump = await self._plain.dump(rollout.plain)
         await self._overlay.freeze(rollout.layers)
         rollout.checkpoints.append(len(self._saved))
-        self._saved.append(_Saved(dump, tuple(rollout.layers.chain)))
+        rows = await self._plain.as_json(rollout.plain)
+        self._saved.append(_Saved(dump, tuple(rollout.layers.chain), rows))
         await self._compare_digest(number)
 
     async def _rollback(self, number: int) -> None:
@@ -225,6 +245,15 @@ class _Run:
         await self._call(number, [Statement(sql, construct="rewrite") for sql in statements])
         if await self._overlay.digest(rollout.layers.all) != before:
             self._fail("the same rows, written again, have another digest")
+
+    async def _squash(self, number: int, first: int) -> None:
+        rollout = self._rollouts[number]
+        if len(rollout.layers.chain) < 2:
+            return
+        self._told.append(f"rollout {number}: squashed")
+        await self._overlay.squash(rollout.layers, first % (len(rollout.layers.chain) - 1))
+        await self._compare_tables(number)
+        await self._compare_digest(number)
 
     async def _call(self, number: int, statements: Sequence[Statement | Savepoint | Undo]) -> None:
         self._told.append(f"rollout {number}: transaction")
@@ -251,7 +280,8 @@ class _Run:
                             await self._plain.set_sequences(rollout.plain, sequences)
                             failed = True
                     case Statement():
-                        self._told.append(f"rollout {number}:   {statement.sql};")
+                        given = f"  -- {statement.arguments}" if statement.arguments else ""
+                        self._told.append(f"rollout {number}:   {statement.sql};{given}")
                         failed |= not await self._statement(rollout, lease, statement, failed)
                         loose |= statement.openness is not Openness.EXACT
             while savepoints:
@@ -275,7 +305,7 @@ class _Run:
         await ours.start()
         await theirs.start()
         try:
-            found = await self._overlay.execute(lease, statement.sql)
+            found = await self._overlay.execute(lease, statement.sql, statement.arguments)
         except UnsupportedStatement as error:
             self._told.append("    (refused)")
             self._report.reasons[str(error)[:160]] += 1
@@ -284,7 +314,7 @@ class _Run:
             await ours.rollback()
             return True
         self._report.statements[statement.construct] += 1
-        expected = await self._plain.execute(statement.on_plain or statement.sql)
+        expected = await self._plain.execute(statement.on_plain or statement.sql, statement.arguments)
         kept = self._judge(expected, found, statement, statement.construct, failed)
         for transaction in (ours, theirs):
             await (transaction.commit() if kept else transaction.rollback())
@@ -298,6 +328,8 @@ class _Run:
             if expected.sqlstate:
                 self._report.failed[construct] += 1
                 self._report.codes[f"{expected.sqlstate}"] += 1
+            elif expected.count > 0 or expected.rows or (expected.count < 0 and not expected.columns):
+                self._report.done.update(in_statement(statement.sql))
             return not expected.sqlstate
         why = allowed(expected, found, statement, failed)
         if why is None:
@@ -335,9 +367,30 @@ class _Run:
         if self._by_digest.setdefault(digest, rows) != rows:
             self._fail(f"{here} has the digest of other rows")
 
+    async def _compare_diff(self, a: _Saved, b: _Saved) -> None:
+        """A diff names the rows that went and those that came, whichever keys they have."""
+        found = await self._overlay.diff(a.chain, b.chain)
+        for table in self._plain.tables:
+            before, after = (Counter(_read(row) for row in saved.rows[table]) for saved in (a, b))
+            shown = found.get(table.strip('"'), _NO_CHANGE)
+            went = Counter(map(repr, [*shown.removed, *(change.before for change in shown.changed)]))
+            came = Counter(map(repr, [*shown.added, *(change.after for change in shown.changed)]))
+            if (went, came) != (before - after, after - before):
+                self._fail(f"diff of {table}:\n  plain:   {before - after} {after - before}\n  overlay: {went} {came}")
+            total = len(shown.removed) + len(shown.added) + len(shown.changed)
+            if total != shown.total:
+                self._fail(f"diff of {table}: {total} rows, but {shown.total} are told")
+
     def _fail(self, difference: str) -> None:
         lines = "\n".join(self._told)
         raise Mismatch(f"\n{self._plain.ddl}\n{lines}\n--- {difference}")
+
+
+_NO_CHANGE = TableDiff((), (), (), 0, False)
+
+
+def _read(row: str) -> str:
+    return repr(json.loads(row, parse_float=Decimal))
 
 
 _AS_VALUES = """
@@ -355,7 +408,9 @@ group by attrelid
 
 def _same(expected: Outcome, found: Outcome, statement: Statement) -> bool:
     if expected.sqlstate or found.sqlstate:
-        return (expected.sqlstate, expected.broken) == (found.sqlstate, found.broken)
-    ordered = " order by " in statement.sql and statement.sql.startswith(("select", "fetch"))
-    rows = (expected.rows, found.rows) if ordered else (sorted(expected.rows), sorted(found.rows))
-    return expected.count == found.count and rows[0] == rows[1]
+        return (expected.sqlstate, expected.broken, expected.told) == (found.sqlstate, found.broken, found.told)
+    if (expected.count, expected.columns) != (found.count, found.columns):
+        return False
+    if statement.ordered:
+        return expected.rows == found.rows
+    return sorted(expected.rows) == sorted(found.rows)

@@ -38,6 +38,11 @@ _SCORE = "create domain score as int check (value > 0);"
 _PAIR = "create type pair as (n int, word text);"
 _TAGS = "create domain tags as text[] check (cardinality(value) < 4);"
 _SPAN = "create type span as range (subtype = numeric);"
+_GRADE = f"{_SCORE}\ncreate domain grade as score check (value < 9);"
+_CALM = f"{_MOOD}\ncreate domain calm as mood check (value <> 'happy');"
+_WORD = "create domain word as text not null check (value <> 'no');"
+_BOX = f"{_PAIR}\ncreate type box_of as (p pair, n int[]);"
+_WHOLE = f"{_PAIR}\ncreate domain whole as pair check ((value).n is distinct from 7);"
 
 KINDS: dict[str, Kind] = {
     "int": Kind(("0", "1", "2", "3", "4", "5", "-1")),
@@ -71,12 +76,31 @@ KINDS: dict[str, Kind] = {
     "pair": Kind(("'(1,a)'", "'(1,b)'", "'(,)'", "row(2, 'x y')"), construct="composite type", prelude=_PAIR),
     "pair[]": Kind((r"""'{"(1,a)"}'""", "'{}'"), construct="array of composite type", prelude=_PAIR),
     "tags": Kind(("'{a}'", "'{a,b}'", "'{}'"), ("'{1,2,3,4}'",), construct="domain over an array", prelude=_TAGS),
+    "grade": Kind(("1", "2", "5"), ("-1", "9"), construct="domain over a domain", prelude=_GRADE),
+    "calm": Kind(
+        ("'sad'", "'ok'"), ("'happy'",), equal=False, ordered=False, construct="domain over an enum", prelude=_CALM
+    ),
+    "word": Kind(("'a'", "'b'", "'Ab'"), ("'no'", "null"), construct="domain that is NOT NULL", prelude=_WORD),
+    "whole": Kind(("'(1,a)'", "'(,)'"), ("'(7,a)'",), construct="domain over a composite type", prelude=_WHOLE),
+    "box_of": Kind(
+        (r"""'("(1,a)",{1})'""", "'(,)'", "row(row(1, 'a'), array[2])"),
+        construct="composite type in a composite type",
+        prelude=_BOX,
+    ),
+    "int4multirange": Kind(("'{[1,3),[5,7)}'", "'{}'"), ("'{[3,1]}'",), construct="multirange"),
+    "time": Kind(("'09:00'", "'23:59:59.5'")),
     "span": Kind(("'[1,2]'", "'empty'", "'[1.0,2]'"), exact=False, construct="range type of its own", prelude=_SPAN),
 }
 LITERALS = {name: kind.literals for name, kind in KINDS.items()}
 KEY_TYPES = ("int", "int", "int", "text", "text", "bigint", "uuid", "date", "numeric", "varchar(4)", "mood", "score")
 ACTIONS = ("no action", "restrict", "cascade", "set null", "set default")
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+_USUAL = ("int", "int", "int", "int", "text", "text", "text")
+"""Columns that can be compared, counted and put together with those of other tables are the most."""
+_NEVER_NULL = ("word",)
+"""A subquery without rows gives such a column a null that no dump could bring back, so the column says it too."""
+_WIDER = {"int": "bigint", "bigint": "int", "smallint": "int", "varchar(4)": "text"}
+"""A type that a foreign key may have in place of the key's own."""
 NUMBERS = ("int", "bigint", "smallint", "numeric(6,2)", "numeric")
 
 
@@ -130,6 +154,8 @@ class Table:
     constraints: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     """Statements that follow the tables."""
+    views: list[str] = field(default_factory=list)
+    """Names of views over the table, to be read."""
 
     def column(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
@@ -175,7 +201,7 @@ class Schema:
 
     @property
     def ddl(self) -> str:
-        prelude = dict.fromkeys(c.kind.prelude for t in self.tables for c in t.columns if c.kind.prelude)
+        prelude = dict.fromkeys(line for t in self.tables for c in t.columns for line in c.kind.prelude.splitlines())
         parts = [*prelude, *self.before, *(t.ddl for t in self.tables)]
         parts += [line for t in self.tables for line in t.after]
         return "\n".join([*parts, *self.after]) + "\n"
@@ -213,9 +239,20 @@ def schema(number: int, taken: frozenset[str] = frozenset()) -> Schema:
     names = NAMES[: draw.random.randint(3, 8)]
     for name in names:
         tables.append(_table(draw, name, tables))
-    if draw.chance(0.4, "cycle of FOREIGN KEYs"):
-        _reference(draw, tables[0], tables[-1], 9, later=True)
+    circles = [(a, b) for a in tables for b in tables if a is not b and _reaches(tables, b, a) and b.candidates]
+    if circles and draw.chance(0.6, "cycle of FOREIGN KEYs"):
+        _reference(draw, *draw.random.choice(circles), 9, later=True)
     return code(draw, Schema(number, taken, tuple(tables)))
+
+
+def _reaches(tables: list[Table], start: Table, end: Table) -> bool:
+    """Whether rows of `start` refer to rows of `end`, or to rows that do."""
+    seen, waiting = set[str](), [start.name]
+    while waiting:
+        if (name := waiting.pop()) not in seen:
+            seen.add(name)
+            waiting += [r.table for t in tables if t.name == name for r in t.references]
+    return end.name in seen
 
 
 def _table(draw: Draw, name: str, earlier: list[Table]) -> Table:
@@ -237,7 +274,8 @@ def _table(draw: Draw, name: str, earlier: list[Table]) -> Table:
 
 def _key(draw: Draw, table: Table) -> None:
     kind = draw.one(
-        "plain", "plain", "plain", "serial", ("always", "identity"), ("by default", "identity"), "two", "three",
+        "plain", "plain", "plain", "serial", ("always", "identity"), ("always", "identity"), ("by default", "identity"),
+        ("by default", "identity"), "two", "three",
         ("shared", "shared sequence"), ("none", "table without a key"), ("none", "table without a key"),
         ("unique", "table with only UNIQUE NOT NULL"),
     )  # fmt: skip
@@ -271,13 +309,19 @@ def _key(draw: Draw, table: Table) -> None:
 
 def _plain_column(draw: Draw, name: str) -> Column:
     random = draw.random
-    type_ = random.choice(types(draw))
+    type_ = random.choice([*types(draw), *_USUAL])
     parts = []
-    if random.random() < 0.4:
+    if type_ == "text" and draw.chance(0.2, "COLLATE"):
+        parts.append('collate "C"')
+    if type_ == "int" and draw.chance(0.3, "function in DEFAULT"):
+        parts.append("default twice(2)")
+    elif random.random() < 0.4:
         parts.append(f"default {random.choice(KINDS[type_].good)}")
-    if random.random() < 0.3:
+    if random.random() < 0.3 or type_ in _NEVER_NULL:
         parts.append("not null")
-    if type_ in NUMBERS and random.random() < 0.3:
+    if type_ == "int" and draw.chance(0.25, "function in CHECK"):
+        parts.append(f"check (clamp({name}) <> 2)")
+    elif type_ in NUMBERS and random.random() < 0.3:
         parts.append(f"check ({name} {random.choice(('> -1', '<> 3', 'between -1 and 8'))})")
     if type_ == "text" and random.random() < 0.2:
         parts.append(f"check ({name} <> '')")
@@ -291,10 +335,13 @@ def _generated(draw: Draw, table: Table) -> None:
     how = draw.one(("stored", "GENERATED stored"), ("virtual", "GENERATED virtual"), "")
     if not how:
         return
-    if numbers and random.random() < 0.35:
+    if numbers and random.random() < 0.5:
         source = random.choice(numbers).name
-        expression = draw.one(f"{source} * 2", f"coalesce({source}, 0) - 1", f"10 / ({source} + 7)")
-        extra = random.choice(("", "", " not null", " unique")) if how == "stored" else ""
+        expression = draw.one(
+            f"{source} * 2", f"coalesce({source}, 0) - 1", f"10 / ({source} + 7)",
+            *([(f"twice({source})", "function in a generated column")] if how == "stored" else []),
+        )  # fmt: skip
+        extra = random.choice(("", " not null", " unique", " unique")) if how == "stored" else ""
         definition = f"generated always as ({expression}) {how}{extra}"
         table.columns.append(Column("gen", "int", definition, generated=True))
         if "unique" in extra:
@@ -312,22 +359,32 @@ def _uniques(draw: Draw, table: Table) -> None:
         if not usable:
             return
         names = tuple(random.sample(usable, min(len(usable), random.choice((1, 1, 2)))))
-        _unique(draw, table, names, f"{table.name}_once{i}")
+        _unique(draw, table, names, f"{table.name}_once{i}", usable)
 
 
-def _unique(draw: Draw, table: Table, names: tuple[str, ...], name: str) -> None:
+_EXPRESSED = ("text", "int", "jsonb")
+
+
+def _unique(draw: Draw, table: Table, names: tuple[str, ...], name: str, usable: list[str]) -> None:
     columns = ", ".join(names)
     form = draw.one(
         "plain", "plain", ("nulls", "UNIQUE nulls not distinct"), ("partial", "UNIQUE partial"),
         ("expression", "UNIQUE over an expression"), ("include", "UNIQUE include"),
         ("deferrable", "UNIQUE deferrable"), ("deferred", "UNIQUE initially deferred"),
+        ("nulls deferrable", "UNIQUE nulls not distinct, deferrable"),
+        ("all", "UNIQUE partial over an expression, nulls not distinct"),
     )  # fmt: skip
+    if form in {"expression", "all"} and (fitting := [n for n in usable if table.column(n).type in _EXPRESSED]):
+        names = tuple(dict.fromkeys((draw.random.choice(fitting), *names[1:])))
+        columns = ", ".join(names)
     first = table.column(names[0])
-    if form == "expression" and first.type not in {"text", "int", "jsonb"}:
+    if form in {"expression", "all"} and first.type not in _EXPRESSED:
         form = "plain"
-    if form in {"deferrable", "deferred"}:
-        later = "deferrable" if form == "deferrable" else "deferrable initially deferred"
-        table.constraints.append(f"constraint {name} unique ({columns}) {later}")
+    if "defer" in form:
+        later = draw.one("deferrable", "deferrable initially deferred") if "nulls" in form else "deferrable"
+        later = "deferrable initially deferred" if form == "deferred" else later
+        nulls = " nulls not distinct" if "nulls" in form else ""
+        table.constraints.append(f"constraint {name} unique{nulls} ({columns}) {later}")
         return
     table.at_once |= set(names)
     match form:
@@ -335,15 +392,19 @@ def _unique(draw: Draw, table: Table, names: tuple[str, ...], name: str) -> None
             condition = f"{first.name} is not null" if first.type == "jsonb" else _predicate(draw, first)
             table.after.append(f"create unique index {name} on {table.name} ({columns}) where {condition};")
             table.arbiters.append(f"({columns}) where {condition}")
-        case "expression":
+        case "expression" | "all":
             expression = {
                 "text": f"lower({first.name})",
-                "int": f"({first.name} % 3)",
+                "int": draw.one(f"({first.name} % 3)", (f"clamp({first.name})", "function in an index")),
                 "jsonb": f"({first.name} -> 'a')",
             }
             items = ", ".join([expression[first.type], *names[1:]])
-            table.after.append(f"create unique index {name} on {table.name} ({items});")
-            table.arbiters.append(f"({items})")
+            tail = where = ""
+            if form == "all":
+                where = f" where {first.name} is distinct from {first.kind.good[0]}::{first.type}"
+                tail = f" nulls not distinct{where}"
+            table.after.append(f"create unique index {name} on {table.name} ({items}){tail};")
+            table.arbiters.append(f"({items}){where}")
         case "include":
             other = draw.random.choice([c.name for c in table.writable])
             table.constraints.append(f"constraint {name} unique ({columns}) include ({other})")
@@ -378,8 +439,11 @@ def _reference(draw: Draw, table: Table, target: Table, i: int, *, later: bool =
     names = []
     for j, column in enumerate(columns):
         kind = target.column(column).type
+        if kind in _WIDER and draw.chance(0.2, "FOREIGN KEY of another type"):
+            kind = _WIDER[kind]
         name = f"r{i}{j}"
         definition = random.choice(("", "", "", "not null" if not later else "", f"default {KINDS[kind].good[1]}"))
+        definition = "not null" if kind in _NEVER_NULL else definition
         table.columns.append(Column(name, kind, definition))
         names.append(name)
     full = draw.one("", "", "", (" match full", "FOREIGN KEY match full"))
@@ -412,6 +476,18 @@ def _indexes(draw: Draw, table: Table) -> None:
         table.after.append(f"create index on {table.name} ({last}{direction});")
         grouped = f"select {last}, count(*) as n from {table.name} group by {last}"
         table.after.append(f"create view {table.name}_seen as {grouped};")
+        table.views.append(f"{table.name}_seen")
+        if draw.chance(0.3, "view over a view"):
+            table.after.append(f"create view {table.name}_often as select * from {table.name}_seen where n > 1;")
+            table.views.append(f"{table.name}_often")
+    if table.references and draw.chance(0.4, "view that joins"):
+        reference = table.references[0]
+        on = " and ".join(f"p.{t} = c.{c}" for c, t in zip(reference.columns, reference.target, strict=True))
+        table.views.append(f"{table.name}_family")
+        table.after.append(
+            f"create view {table.name}_family as select c.*, p.{reference.target[0]} as parent"
+            f" from {table.name} c left join {reference.table} p on {on};"
+        )
     texts = [c for c in table.of_type("text") if not c.generated]
     if texts and draw.chance(0.3, "index over an expression"):
         table.after.append(f"create index on {table.name} (lower({texts[0].name}));")

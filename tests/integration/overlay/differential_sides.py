@@ -9,7 +9,7 @@ numbers it drew (counters are state: they roll back).
 
 import io
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,10 @@ import asyncpg
 from sqlalchemy.exc import DBAPIError
 
 from megamcp import state as overlay
+from megamcp.layers import SPACING as _SPACING
 from megamcp.sdk.database import Database as ToolDatabase
 from megamcp.sdk.database import Lease
+from megamcp.state import squash
 from megamcp.state.names import ident
 from tests.integration.overlay.differential_openness import Outcome
 from tests.integration.overlay.differential_schema import CLOCK, CLOCK_AT
@@ -35,13 +37,24 @@ class Dump:
     sequences: Sequences
 
 
-def _outcome(count: int, rows: Sequence[Any]) -> Outcome:
-    return Outcome(count, tuple(repr(tuple(map(str, row))) for row in rows))
+_MOST_CHANGES = 100_000
+
+
+def _outcome(count: int, rows: Sequence[Any], columns: Iterable[tuple[str, int]]) -> Outcome:
+    """Types of the environment's own have other numbers on each side."""
+    named = (f"{name} {oid if oid < _FIRST_OWN else 'own'}" for name, oid in columns)
+    return Outcome(count, tuple(repr(tuple(map(str, row))) for row in rows), tuple(named))
+
+
+_FIRST_OWN = 16_384
+"""The first oid that PostgreSQL gives to an object that a user makes."""
 
 
 def _failure(error: asyncpg.PostgresError) -> Outcome:
     broken = error.constraint_name or (error.column_name if error.sqlstate == "23502" else "") or ""
-    return Outcome(sqlstate=error.sqlstate or "", broken=broken, message=str(error))
+    state = error.sqlstate or ""
+    told = str(error) if state.startswith(("23", "P0001", "21000")) else ""
+    return Outcome(sqlstate=state, broken=broken, told=told, message=str(error))
 
 
 _UNREADABLE = Outcome(sqlstate="client", message="the driver can't read this result")
@@ -103,17 +116,18 @@ class Plain:
             if self.conn.is_in_transaction():
                 await transaction.rollback()
 
-    async def execute(self, sql: str) -> Outcome:
+    async def execute(self, sql: str, arguments: Sequence[object] = ()) -> Outcome:
         """In the caller's savepoint."""
         try:
             statement = await self.conn.prepare(sql)
-            rows = await statement.fetch()
+            rows = await statement.fetch(*arguments)
         except asyncpg.PostgresError as error:
             return _failure(error)
         except asyncpg.UnsupportedClientFeatureError:
             return _UNREADABLE
         found = re.match(r"(?:SELECT|UPDATE|DELETE|INSERT \d+) (\d+)", statement.get_statusmsg())
-        return _outcome(int(found[1]) if found else -1, rows)
+        columns = ((a.name, a.type.oid) for a in statement.get_attributes())
+        return _outcome(int(found[1]) if found else -1, rows, columns)
 
     async def commit(self, transaction: Any) -> Outcome:
         try:
@@ -125,6 +139,11 @@ class Plain:
     async def contents(self, name: str) -> Contents:
         tables = [f"{name}.{table}" for table in self.tables]
         return _contents(self.tables, await self.conn.fetch(_contents_query(tables)))
+
+    async def as_json(self, name: str) -> Contents:
+        """Every row of every table as a diff shows it."""
+        arms = (f"select {n} as n, row_to_json(t)::text as row from {name}.{t} t" for n, t in enumerate(self.tables))
+        return _contents(self.tables, await self.conn.fetch(" union all ".join(arms)))
 
     def give_back(self, name: str) -> None:
         self._free.append(name)
@@ -211,6 +230,8 @@ class CopyOnWrite:
         self.conn = conn
         self.tools = tools
         self.state = state
+        self._squashed: dict[int, int] = {}
+        """The last number taken between two that `layer` gives."""
 
     @classmethod
     async def load(cls, conn: asyncpg.Connection, tools: ToolDatabase, ddl: str, seeds: Sequence[str]) -> "CopyOnWrite":
@@ -254,10 +275,12 @@ class CopyOnWrite:
                     await transaction.rollback()
                 lease.keep = True
 
-    async def execute(self, lease: Lease, sql: str) -> Outcome:
+    async def execute(self, lease: Lease, sql: str, arguments: Sequence[object] = ()) -> Outcome:
         """In the caller's savepoint. Raises UnsupportedStatement."""
         try:
-            result = await lease.db.exec_driver_sql(sql)
+            result = await lease.db.exec_driver_sql(sql, tuple(arguments))
+            described = result.cursor.description or () if result.cursor else ()
+            columns = [(name, oid) for name, oid, *_ in described]
             rows = result.fetchall() if result.returns_rows else []
         except DBAPIError as error:
             cause = error.orig.__cause__ if error.orig else None
@@ -266,7 +289,7 @@ class CopyOnWrite:
             if not isinstance(cause, asyncpg.PostgresError):
                 raise
             return _failure(cause)
-        return _outcome(result.rowcount, rows)
+        return _outcome(result.rowcount, rows, columns)
 
     async def commit(self, transaction: Any) -> Outcome:
         try:
@@ -287,9 +310,22 @@ class CopyOnWrite:
             rollout.chain.append(rollout.head)
             rollout.head = await self.layer()
 
+    async def squash(self, rollout: Layers, first: int) -> None:
+        """As the gateway's squasher does it: a layer with a number of its own, and a head that is moved over."""
+        replaced = rollout.chain[first:]
+        into = self._squashed.get(replaced[-1] // _SPACING, replaced[-1]) + 1
+        self._squashed[into // _SPACING] = into
+        async with self.conn.transaction():
+            await squash.build(self.conn, self.state, replaced, into)
+            await squash.move_head(self.conn, self.state, rollout.head, replaced, into)
+        rollout.chain = [*rollout.chain[:first], into]
+
     async def digest(self, chain: Sequence[int]) -> int:
         value: int = await overlay.digest(self.conn, self.state, chain)
         return value
+
+    async def diff(self, a: Sequence[int], b: Sequence[int]) -> dict[str, overlay.TableDiff]:
+        return await overlay.diff(self.conn, self.state, a, b, _MOST_CHANGES)
 
     async def counters(self, chain: Sequence[int]) -> dict[str, int]:
         found = await overlay.counters(self.conn, self.state, chain)

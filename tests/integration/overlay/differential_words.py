@@ -55,13 +55,10 @@ def inserted(random: Random, schema: Schema, table: Table, column: Column) -> st
     return literal(random, column, null=0.01 if column.name in table.key else 0.3 if key else 0.1)
 
 
-def returning(random: Random, table: Table, old_new: bool = False) -> str:
-    choices = [
-        "",
-        "",
-        f" returning {table.name}.*",
-        f" returning {table.name}.{random.choice(table.columns).name}",
-    ]
+def returning(random: Random, table: Table, old_new: bool = False, alias: str = "") -> str:
+    name = alias or table.name
+    column = random.choice(table.columns).name
+    choices = ["", "", f" returning {name}.*", f" returning {name}.{column}", f" returning {name}, {column} as x"]
     if old_new:
         name = random.choice(table.columns).name
         choices += [f" returning old.{name}, new.{name}", " returning to_jsonb(new.*)"]
@@ -103,7 +100,7 @@ def _new_value(random: Random, schema: Schema, table: Table, column: Column, ali
         case "int" | "bigint" | "smallint":
             options += [f"{name} + 1", f"{name} * 2", f"{name} - 1", f"(select count(*) from {other.name})"]
             options += [f"(select max({c.name}) from {table.name})" for c in table.of_type(column.type)[:1]]
-            options += [c.format(int=name) for c in schema.calls if "{int}" in c]
+            options += [c.format(int=name) for c in schema.calls if c.startswith(("twice", "clamp"))]
         case "text":
             options += [f"{name} || 'x'", f"upper({name})", f"nullif({name}, 'a')"]
         case "numeric(6,2)" | "numeric":

@@ -11,19 +11,22 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megamcp.errors import UnsupportedSchema
+from tests.integration.overlay import differential_features as features
+from tests.integration.overlay.differential_census import SCHEMA, STATEMENTS, in_schema, in_statement
 from tests.integration.overlay.differential_database import Database
 from tests.integration.overlay.differential_features import accepted
-from tests.integration.overlay.differential_programs import Statement, seed_insert, statement
+from tests.integration.overlay.differential_programs import Statement, seed_insert
 from tests.integration.overlay.differential_report import Report
 from tests.integration.overlay.differential_run import (
     Call,
@@ -33,10 +36,13 @@ from tests.integration.overlay.differential_run import (
     Rewrite,
     Rollback,
     Savepoint,
+    Squash,
     Step,
     Undo,
 )
+from tests.integration.overlay.differential_scenes import scene
 from tests.integration.overlay.differential_schema import schema
+from tests.integration.overlay.differential_shrink import shrunk
 
 FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 FUZZ_WORKERS = int(os.environ.get("FUZZ_WORKERS", "1"))
@@ -44,18 +50,23 @@ TURNS = 2
 BUDGET_S = 300.0
 """What every run of the tests spends on the search."""
 BASE_ROWS = 12
-BLOCK, EXAMPLES = 3, 12
+BLOCK, EXAMPLES = 5, 12
 """Schemas and programs of one turn."""
+
+SHRINK_S = 60.0
 
 settings.register_profile(
     "overlay",
+    phases=[Phase.generate],
     max_examples=EXAMPLES,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
 
-_WEIGHTS = {Statement: 20, Call: 5, Checkpoint: 2, Savepoint: 1, Undo: 1, Fork: 1, Rollback: 1, Rewrite: 1, None: 1}
+_WEIGHTS = {
+    Statement: 24, Call: 4, Checkpoint: 2, Savepoint: 2, Undo: 2, Fork: 1, Rollback: 1, Rewrite: 1, Squash: 1, None: 1,
+}  # fmt: skip
 _KINDS = [kind for kind, weight in _WEIGHTS.items() for _ in range(weight)]
 
 
@@ -67,20 +78,20 @@ def _act(kind: Any, seed: int) -> "Act":
             return seed
         case _ if kind is Call:
             return Call(seed % 8, ())
-        case _ if kind is Rewrite:
-            return Rewrite(seed % 8, seed // 8 % 8)
+        case _ if kind in (Rewrite, Squash):
+            return kind(seed % 8, seed // 8 % 8)
         case _ if kind in (Savepoint, Undo):
             return kind()
     return kind(seed % 8)
 
 
 acts = st.builds(_act, st.sampled_from(_KINDS[::-1]), st.sampled_from(range(100_000)))
-"""A number is a statement, an empty Call begins the next transaction, None is nothing (programs shrink to it)."""
+"""A number is a statement, an empty Call begins the next transaction, None is nothing."""
 Act = int | Step | Savepoint | Undo | None
 programs = st.lists(acts, min_size=80, max_size=260)
 
 
-def program(drawn: list[Act], write: Callable[[int], Statement]) -> list[Step]:
+def program(drawn: list[Act], write: Callable[[int], Sequence[Statement]]) -> list[Step]:
     """Statements gather in a call; whatever is no part of a call ends it."""
     steps: list[Step] = []
     rollout, gathered = 0, []
@@ -89,7 +100,7 @@ def program(drawn: list[Act], write: Callable[[int], Statement]) -> list[Step]:
             case None:
                 pass
             case int():
-                gathered.append(write(act))
+                gathered += write(act)
             case Savepoint() | Undo():
                 gathered.append(act)
             case _:
@@ -116,7 +127,14 @@ class Search:
     def run(self, number: int, drawn: list[Act]) -> None:
         made, pair = schema(number, self.taken), self._pair(number)
         if pair:
-            self._runner.run(pair.run(program(drawn, lambda seed: statement(made, seed))))
+            self._runner.run(pair.run(program(drawn, lambda seed: scene(made, seed))))
+
+    def fails(self, number: int, drawn: list[Act]) -> bool:
+        try:
+            self.run(number, drawn)
+        except Exception:
+            return True
+        return False
 
     def _pair(self, number: int) -> Pair | None:
         """None where the loader refuses constructs together that it takes alone: counted, with its reason."""
@@ -130,6 +148,7 @@ class Search:
                 self._pairs[number] = self._runner.run(loading)
                 self.report.schemas += 1
                 self.report.tables += len(made.tables)
+                self.report.done.update(in_schema(ddl))
             except UnsupportedSchema as error:
                 self._pairs[number] = None
                 for problem in error.extra["problems"]:
@@ -168,10 +187,28 @@ def _for(search: Search, seconds: float, turns: Iterator[int]) -> None:
         @settings(settings.get_profile("overlay"))
         @given(st.integers(turn * BLOCK, turn * BLOCK + BLOCK - 1), programs)
         def agree(number: int, drawn: list[Act]) -> None:
-            search.run(number, drawn)
+            try:
+                search.run(number, drawn)
+            except Exception:
+                search.run(number, shrunk(drawn, lambda part: search.fails(number, part), SHRINK_S))
+                raise
 
         agree()
         search.forget()
+
+
+def test_every_named_construct_is_drawn_within_a_fixed_budget() -> None:
+    """60 schemas, 100 scenes each: what the search promises to cover comes up again and again."""
+    taken = frozenset(features.SCHEMA) | frozenset(features.STATEMENTS)
+    drawn: Counter[str] = Counter()
+    for number in range(60):
+        made = schema(number, taken)
+        drawn.update(in_schema(made.ddl))
+        for seed in range(100):
+            drawn.update(name for one in scene(made, seed) for name in in_statement(one.sql))
+    rare = {name: drawn[name] for name in SCHEMA if drawn[name] < 3}
+    rare |= {name: drawn[name] for name in STATEMENTS if drawn[name] < 10}
+    assert not rare
 
 
 @pytest.mark.slow
