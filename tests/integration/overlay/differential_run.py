@@ -16,7 +16,7 @@ from tests.integration.overlay.differential_census import in_statement
 from tests.integration.overlay.differential_database import Database
 from tests.integration.overlay.differential_openness import Openness, Outcome, Statement, allowed
 from tests.integration.overlay.differential_report import Report
-from tests.integration.overlay.differential_sides import Contents, CopyOnWrite, Dump, Layers, Plain, Sequences
+from tests.integration.overlay.differential_sides import Contents, CopyOnWrite, Dump, Layers, Plain, Sequences, unquoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +372,7 @@ class _Run:
         found = await self._overlay.diff(a.chain, b.chain)
         for table in self._plain.tables:
             before, after = (Counter(_read(row) for row in saved.rows[table]) for saved in (a, b))
-            shown = found.get(table.strip('"'), _NO_CHANGE)
+            shown = found.get(unquoted(table), _NO_CHANGE)
             went = Counter(map(repr, [*shown.removed, *(change.before for change in shown.changed)]))
             came = Counter(map(repr, [*shown.added, *(change.after for change in shown.changed)]))
             if (went, came) != (before - after, after - before):
