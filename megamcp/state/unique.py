@@ -5,6 +5,8 @@ constraint is due: at the end of the statement, at SET CONSTRAINTS … IMMEDIATE
 changed.
 """
 
+import postgast
+
 from megamcp.state import probes
 from megamcp.state.catalog import Catalog, Key, Table
 from megamcp.state.expressions import over
@@ -41,8 +43,9 @@ def _detail(visible: str, table: Table, key: Key, record: str) -> str:
 
 
 def _as_needed(name: str) -> str:
-    plain = name.isascii() and name.replace("_", "a").isalnum() and name == name.lower() and not name[0].isdigit()
-    return name if plain else ident(name)
+    """Quoted where PostgreSQL would: it is a keyword, or not in lower case."""
+    deparsed: str = postgast.deparse(postgast.parse(f"select {ident(name)}"))
+    return deparsed.removeprefix("SELECT ").strip()
 
 
 def late_keys(catalog: Catalog) -> list[tuple[Table, Key]]:

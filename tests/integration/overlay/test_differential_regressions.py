@@ -176,6 +176,12 @@ def test_a_composite_value_of_nulls_is_no_null(compare: Compare) -> None:
     compare(ddl, ["line", "child"], ["insert into line values (1, '(1,a)', '(1,a)', null)"], [call(*statements)])
 
 
+def test_a_duplicate_is_told_with_the_names_quoted_that_have_to_be(compare: Compare) -> None:
+    ddl = 'create table line ("order" int, "A b" int, plain int, "größe" int, unique ("order", "A b", plain, "größe"));'
+    row = "insert into line values (1, 2, 3, 4)"
+    compare(ddl, ["line"], [row], [call(row)])
+
+
 def test_the_row_at_fault_is_told_without_its_virtual_columns(compare: Compare) -> None:
     ddl = "create table line (id int primary key, g int generated always as (id * 2) virtual, a int not null);"
     compare(ddl, ["line"], [], [call("insert into line values (1, default, null)")])
