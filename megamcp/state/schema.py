@@ -44,7 +44,7 @@ from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, ROW, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 17
+COMPILER_VERSION = 18
 _ATTEMPTS = 20
 MODULUS = 1 << 128
 
