@@ -84,6 +84,9 @@ class Access:
                     raise
                 if time.monotonic() > give_up:
                     raise Conflict(f"Database {name} takes no connections now.", code="database_sealed") from error
+            except (asyncpg.ConnectionDoesNotExistError, asyncpg.AdminShutdownError):  # ended while it came in
+                if time.monotonic() > give_up:
+                    raise
             await asyncio.sleep(0.003)
 
     @asynccontextmanager

@@ -16,9 +16,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import asyncpg
 
+from megamcp import outages
 from megamcp.errors import Conflict, DeadlineExceeded, NotFound, Unavailable
 from megamcp.failpoints import failpoint
 from megamcp.loading import Script, as_script
@@ -35,10 +37,9 @@ log = logging.getLogger(__name__)
 PREFIX = "mm_"
 _CLONING = 7730
 _NAME = re.compile(r"mm_[a-z0-9_]{1,49}")
+_LINE_S = 45.0  # below what a control connection may be idle in a transaction
 _GONE_S = 10.0  # how long an ended backend may take to be gone
 _TERMINATE = "select pg_terminate_backend(pid) from pg_stat_activity where datname = $1 and not (pid = any ($2::int[]))"
-# How asyncpg says that a backend was ended: the last one where that and the next statement cross.
-_ENDED = (asyncpg.ConnectionDoesNotExistError, asyncpg.AdminShutdownError, asyncpg.InternalClientError)
 
 
 class Cluster:
@@ -52,6 +53,7 @@ class Cluster:
         self._cloning = asyncio.Lock()
         # Each holds a connection while it waits for its source, and needs another one to copy.
         self._live_copies = asyncio.Semaphore(max(1, admin_connections // 4))
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._folder: str | None = None
 
     async def open(self, control: str | None = None) -> None:
@@ -242,23 +244,25 @@ class Cluster:
         writes). Each thing done inside is a transaction of its own.
 
         When patience ends, `on_busy` is told the nonces of the calls that have the lock, and their backends are ended.
-        Without it: `DeadlineExceeded`.
+        Without it: `DeadlineExceeded`. Those of this process take turns, as they came; patience begins with the turn.
         """
-        give_up = time.monotonic() + patience_s + (_GONE_S if on_busy else 0)
-        busy_at = time.monotonic() + patience_s
         async with contextlib.AsyncExitStack() as stack:
-            connection = await stack.enter_async_context(self._access.session(name))
+            await self._turn(stack, name)
+            give_up = time.monotonic() + patience_s + (_GONE_S if on_busy else 0)
+            busy_at = time.monotonic() + patience_s
+            session = await stack.enter_async_context(contextlib.AsyncExitStack())
+            connection = await session.enter_async_context(self._access.session(name))
             while True:
                 try:
                     if await lock.taken(connection, min(busy_at, give_up), shared=shared):
                         break
-                except _ENDED:
+                except outages.DRIVER as error:
                     # Who drains a database ends those that wait for its lock, other gateways' too.
-                    if time.monotonic() > give_up:
+                    if not outages.lost(error) or time.monotonic() > give_up:
                         raise
                     connection.terminate()
-                    await stack.aclose()
-                    connection = await stack.enter_async_context(self._access.session(name))
+                    await session.aclose()
+                    connection = await session.enter_async_context(self._access.session(name))
                     continue
                 if on_busy is None or time.monotonic() > give_up:
                     raise DeadlineExceeded(
@@ -296,6 +300,20 @@ class Cluster:
             return int(await connection.fetchval("select pg_database_size($1::oid)", row["oid"]))
 
     # -- steps ---------------------------------------------------------------------------------------
+
+    async def _turn(self, stack: contextlib.AsyncExitStack, name: str) -> None:
+        """Waits for those of this process who came before. In PostgreSQL's own line a copy drives out who waits."""
+        turn = self._turns.setdefault(name, asyncio.Lock())
+        try:
+            async with asyncio.timeout(_LINE_S):
+                await turn.acquire()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"Too much is to be done with database {name}: its turn did not come in {_LINE_S:g} s.",
+                code="deadline_exceeded",
+                hint="Send fewer forks, checkpoints and reads of one rollout at once, or try again.",
+            ) from error
+        stack.callback(turn.release)
 
     async def _copy_live(self, source_name: str, target: str, patience_s: float, on_busy: OnBusy | None) -> None:
         """Copy a database that is in use. It is waited for before the others are kept waiting."""
