@@ -1,0 +1,97 @@
+"""`python -m sandboxes --socket PATH --state FOLDER`: the keeper as a process.
+
+It says `ready` on stdout when it takes requests. SIGTERM ends every sandbox and then the keeper. With `--child` it ends
+too when its stdin does: whoever started it is gone.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from sandboxes.keeper import Keeper
+from sandboxes.runtime import Died, Folders, Runtime
+from sandboxes.types import Kind
+
+log = logging.getLogger("sandboxes")
+
+
+def runtimes(folders: Folders, died: Died) -> dict[Kind, Runtime]:
+    """All that this version has."""
+    return {}
+
+
+async def keep(listener: socket.socket, state: Path, *, child: bool) -> None:
+    """Until SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    keeper: Keeper
+    keeper = Keeper(runtimes(Folders(state), lambda exited: keeper.died(exited)))
+    await keeper.recover()
+    serving = asyncio.create_task(keeper.serve(listener))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, serving.cancel)
+    if child:
+        reader = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        watching = asyncio.create_task(reader.read())
+        watching.add_done_callback(lambda _: serving.cancel())
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+def listen(path: Path) -> socket.socket:
+    """A listening socket that only its owner may use. Raises OSError."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(mask)
+    listener.listen(128)
+    return listener
+
+
+def main() -> int:
+    """The exit status: 0 when it was asked to end, 2 for what keeps it from starting."""
+    parser = argparse.ArgumentParser(prog="python -m sandboxes", description="Keep the sandboxes of this host.")
+    parser.add_argument("--socket", type=Path, required=True, help="path of the unix socket to listen on")
+    parser.add_argument("--state", type=Path, required=True, help="folder for layers and images, of this keeper alone")
+    parser.add_argument("--group", type=int, help="number of a group whose members may connect too")
+    parser.add_argument("--child", action="store_true", help="end when standard input does")
+    options = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        options.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(options.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            log.error("another keeper has %s", options.state)
+            return 2
+        for name in ("templates", "sandboxes", "images"):
+            (options.state / name).mkdir(exist_ok=True, mode=0o711)
+        listener = listen(options.socket)
+        if options.group is not None:
+            os.chown(options.socket, -1, options.group)
+            os.chmod(options.socket, 0o660)
+    except OSError as error:
+        log.error("%s", error)
+        return 2
+    try:
+        asyncio.run(keep(listener, options.state, child=options.child))
+    finally:
+        options.socket.unlink(missing_ok=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

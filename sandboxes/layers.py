@@ -1,0 +1,146 @@
+"""Working folders: what a sandbox writes goes into a layer of its own above layers that nobody writes any more.
+
+A *stack* is a list of folders, newest first. On overlayfs a sandbox's working folder is a mount of its stack with a
+fresh upper folder; its frozen state is a copy of that upper folder on top of the same stack, with shared blocks where
+the file system has them (reflink). Where nothing can be mounted the working folder is a plain copy, and so is what is
+frozen of it.
+
+Removing follows no link and crosses no mount. What a sandbox wrote is hostile: nothing here executes or trusts it.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandboxes.types import SandboxError
+
+DEEPEST = 24
+"""Layers of a stack; a deeper one is flattened into one when it is frozen."""
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Layers, newest first; the last is what the working folder starts with."""
+
+    layers: tuple[Path, ...]
+
+    def above(self, layer: Path) -> "Stack":
+        return Stack((layer, *self.layers))
+
+    def options(self, upper: Path, work: Path, *, user: bool) -> str:
+        """Of an overlay mount. `user`: made in a user namespace, whose attributes have names of their own."""
+        for path in (*self.layers, upper, work):
+            if any(mark in str(path) for mark in ':,\\"'):
+                raise SandboxError("invalid_spec", f"An overlay can't have a layer at {path}.")
+        lower = ":".join(map(str, self.layers))
+        return f"lowerdir={lower},upperdir={upper},workdir={work}" + (",userxattr" if user else "")
+
+
+def mount(source: str, target: Path | str, kind: str | None, flags: int = 0, data: str = "") -> None:
+    """mount(2). Raises OSError."""
+    words = (source.encode(), os.fsencode(target), kind.encode() if kind else None, flags, data.encode() or None)
+    if _libc.mount(*words) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(target))
+
+
+def unmount(target: Path | str) -> None:
+    """At once, and for good when the last user is gone. Nothing where nothing is mounted. Raises OSError."""
+    if _libc.umount2(os.fsencode(target), MNT_DETACH) != 0:
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOENT):
+            raise OSError(number, os.strerror(number), str(target))
+
+
+async def copy(source: Path, target: Path) -> None:
+    """A folder with all that overlayfs keeps in it: whiteouts, opaque marks, links. `target` must not be there.
+
+    Raises `SandboxError` (`disk_full`, `failed`); then `target` isn't there either.
+    """
+    process = await asyncio.create_subprocess_exec(
+        "cp",
+        "--archive",
+        "--reflink=auto",
+        "--no-target-directory",
+        "--",
+        str(source),
+        str(target),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LC_ALL": "C"},
+    )
+    try:
+        _, told = await process.communicate()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        await remove(target)
+        raise
+    if process.returncode:
+        await remove(target)
+        words = told.decode(errors="replace").strip()[-500:]
+        if "No space left" in words or "Disk quota" in words:
+            raise SandboxError(
+                "disk_full", f"There is no room to copy {source.name}.", hint="Make room, or drop images."
+            )
+        raise SandboxError("failed", f"A folder could not be copied: {words}.")
+
+
+async def remove(tree: Path) -> None:
+    """Everything below a folder, and itself; mounts on it are let go of first. Nothing where it isn't there."""
+    await asyncio.to_thread(_remove, tree)
+
+
+def _remove(tree: Path) -> None:
+    if not os.path.lexists(tree):
+        return
+    with contextlib.suppress(OSError):
+        unmount(tree)
+
+    def unlocked(function: object, path: str, error: BaseException) -> None:
+        # What a sandbox may do to its own folder: take the right to enter or to change it.
+        parent = os.path.dirname(path)
+        with contextlib.suppress(OSError):
+            os.chmod(parent, 0o700, follow_symlinks=True)
+        told = os.lstat(path)
+        if stat.S_ISDIR(told.st_mode):
+            os.chmod(path, 0o700)
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+
+    def on_error(function: object, path: str, info: tuple[type, BaseException, object]) -> None:
+        if not isinstance(info[1], FileNotFoundError):
+            unlocked(function, path, info[1])
+
+    shutil.rmtree(tree, onerror=on_error)
+
+
+def size(tree: Path) -> int:
+    """Bytes on disk of a folder, each file counted once. What vanishes meanwhile counts nothing."""
+    total, seen = 0, set()
+    stack = [tree]
+    while stack:
+        with contextlib.suppress(OSError), os.scandir(stack.pop()) as found:
+            for entry in found:
+                with contextlib.suppress(OSError):
+                    told = entry.stat(follow_symlinks=False)
+                    if (told.st_dev, told.st_ino) in seen:
+                        continue
+                    seen.add((told.st_dev, told.st_ino))
+                    total += told.st_blocks * 512
+                    if stat.S_ISDIR(told.st_mode):
+                        stack.append(Path(entry.path))
+    return total
