@@ -52,6 +52,44 @@ class _Pipes(asyncio.subprocess.SubprocessStreamProtocol):
         self.exited.set()
 
 
+class Printed:
+    """What a server prints: to the log, and the tail of it for the error when it fails."""
+
+    def __init__(self, name: str, secrets: tuple[str, ...] = ()) -> None:
+        self._name = name
+        self._secrets = secrets
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+
+    @property
+    def tail(self) -> str:
+        return "\n".join(self._tail)
+
+    def clear(self) -> None:
+        self._tail.clear()
+
+    def line(self, line: bytes) -> None:
+        text = line[:_LINE_BYTES].decode("utf-8", "replace").rstrip()
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        if text:
+            self._tail.append(text)
+            log.info("[%s] %s", self._name, text)
+
+    async def read(self, stream: asyncio.StreamReader) -> None:
+        """Line by line until it ends, and no faster than anyone could read."""
+        rest = b""
+        pace = Pace(_PRINTED_PER_S)
+        while chunk := await stream.read(65536):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > _LINE_BYTES:
+                lines.append(rest)
+                rest = b""
+            for line in lines:
+                self.line(line)
+            await pace.spend(len(chunk), len(lines))
+        self.line(rest)
+
+
 @dataclass(eq=False)
 class Running:
     """One life of a child: its process and its ending. `blameless`: it did not end by a failure of its own."""
@@ -67,6 +105,16 @@ class Running:
     @property
     def alive(self) -> bool:
         return not self.ended.is_set()
+
+    @property
+    def stdin(self) -> asyncio.StreamWriter:
+        assert self.process.stdin is not None
+        return self.process.stdin
+
+    @property
+    def stdout(self) -> asyncio.StreamReader:
+        assert self.process.stdout is not None
+        return self.process.stdout
 
     def kill(self, reason: str, *, blameless: bool = False) -> None:
         """SIGKILL to the whole group, now."""
@@ -147,7 +195,9 @@ class Child(ABC):
     _stderr: int
     """Where its stderr goes, in the words of `asyncio.subprocess`."""
 
-    def __init__(self, name: str, target: ChildTarget | StdioTarget, limits: Limits) -> None:
+    def __init__(
+        self, name: str, target: ChildTarget | StdioTarget, limits: Limits, secrets: tuple[str, ...] = ()
+    ) -> None:
         self.name = name
         self._target = target
         self._limits = limits
@@ -157,8 +207,7 @@ class Child(ABC):
         self._failures = 0
         self._not_before = 0.0
         self._closed = False
-        self._secrets: tuple[str, ...] = ()
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._printed = Printed(name, secrets)
 
     @abstractmethod
     def _command(self) -> tuple[str, ...]:
@@ -188,7 +237,7 @@ class Child(ABC):
     @property
     def tail(self) -> str:
         """The last lines that it printed."""
-        return "\n".join(self._tail)
+        return self._printed.tail
 
     @property
     def pid(self) -> int | None:
@@ -274,7 +323,7 @@ class Child(ABC):
         return running
 
     async def _spawn(self) -> Running:
-        self._tail.clear()
+        self._printed.clear()
         loop = asyncio.get_running_loop()
         try:
             transport, pipes = await loop.subprocess_exec(
@@ -350,27 +399,6 @@ class Child(ABC):
             log.warning("tool server %s is gone after %.1f s: %s", self.name, lived, why)
         running.ended.set()
 
-    async def _read_printed(self, stream: asyncio.StreamReader) -> None:
-        rest = b""
-        pace = Pace(_PRINTED_PER_S)
-        while chunk := await stream.read(65536):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > _LINE_BYTES:
-                lines.append(rest)
-                rest = b""
-            for line in lines:
-                self._printed(line)
-            await pace.spend(len(chunk), len(lines))
-        self._printed(rest)
-
-    def _printed(self, line: bytes) -> None:
-        text = line[:_LINE_BYTES].decode("utf-8", "replace").rstrip()
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        if text:
-            self._tail.append(text)
-            log.info("[%s] %s", self.name, text)
-
 
 class SocketChild(Child):
     """A child that serves HTTP on a unix socket; ready means that the socket accepts."""
@@ -399,7 +427,7 @@ class SocketChild(Child):
 
     def _reading(self, running: Running) -> Awaitable[object]:
         assert running.process.stdout is not None
-        return self._read_printed(running.process.stdout)
+        return self._printed.read(running.process.stdout)
 
     def _over(self, running: Running) -> None:
         with contextlib.suppress(OSError):

@@ -15,7 +15,9 @@ import contextlib
 import itertools
 import re
 from collections import deque
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -34,8 +36,24 @@ _ENDS = 256
 _ID_FIRST = re.compile(rb'\s*\{\s*"jsonrpc"\s*:\s*"2\.0"\s*,\s*"id"\s*:\s*([0-9]{1,18})\s*,')
 _ID_LAST = re.compile(rb'"id"\s*:\s*([0-9]{1,18})\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
 
-Printed = Callable[[bytes], None]
 Told = Callable[[], None]
+
+
+class Life(Protocol):
+    """A process that lives once, as its client sees it."""
+
+    @property
+    def stdin(self) -> asyncio.StreamWriter: ...
+
+    @property
+    def stdout(self) -> asyncio.StreamReader: ...
+
+    @property
+    def exited(self) -> asyncio.Event: ...
+
+    def kill(self, reason: str, *, blameless: bool = False) -> None:
+        """Ends it at once."""
+        ...
 
 
 class _ProgressToken(msgspec.Struct):
@@ -65,24 +83,23 @@ class StdioUpstream:
     def __init__(
         self,
         name: str,
-        running: Running,
+        running: Life,
         *,
         limits: Limits,
-        printed: Printed,
+        printed: Callable[[bytes], None],
         used: Told | None,
         list_changed: Told | None,
     ) -> None:
-        assert running.process.stdin is not None
-        assert running.process.stdout is not None
         self.name = name
         self._running = running
-        self._stdin = running.process.stdin
-        self._stdout = running.process.stdout
+        self._stdin = running.stdin
+        self._stdout = running.stdout
         self._limits = limits
         self._printed = printed
         self._used = used
         self._list_changed = list_changed
-        self._ids = itertools.count(1)
+        # Where a conversation goes on that others have begun, a number must not come twice.
+        self._ids = itertools.count(secrets.randbits(48) + 1)
         self._pending: dict[bytes, _Pending] = {}
         self._writing = asyncio.Lock()
         self._modern: bool | None = None
@@ -106,6 +123,16 @@ class StdioUpstream:
         self._instructions = messages.read_initialized(self.name, reply).instructions
         self._say(messages.INITIALIZED)
         self._modern = False
+
+    @property
+    def spoken(self) -> tuple[bool, str | None]:
+        """What the handshake found: whether the server is of 2026-07-28, and what it said about its use."""
+        assert self._modern is not None
+        return self._modern, self._instructions
+
+    def resume(self, modern: bool, instructions: str | None) -> None:
+        """The handshake was done by somebody else, with this process or with the one that it was frozen from."""
+        self._modern, self._instructions = modern, instructions
 
     async def call(
         self,
@@ -332,8 +359,7 @@ class StdioChild(Child):
         used: Told | None = None,
         list_changed: Told | None = None,
     ) -> None:
-        super().__init__(name, target, limits)
-        self._secrets = target.secrets
+        super().__init__(name, target, limits, target.secrets)
         self._used = used
         self._list_changed = list_changed
         self._client: StdioUpstream | None = None
@@ -358,11 +384,11 @@ class StdioChild(Child):
             self.name,
             running,
             limits=self._limits,
-            printed=self._printed,
+            printed=self._printed.line,
             used=self._used,
             list_changed=self._list_changed,
         )
-        return asyncio.gather(self._client.read(), self._read_printed(running.process.stderr))
+        return asyncio.gather(self._client.read(), self._printed.read(running.process.stderr))
 
     async def _ready(self, running: Running) -> None:
         assert self._client is not None
