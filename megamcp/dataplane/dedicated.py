@@ -13,8 +13,9 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from megamcp.dataplane.ports import ControlPort, Limits, RolloutView, StdioTarget
+from megamcp.dataplane.ports import ControlPort, Limits, RolloutView, SandboxTarget, StdioTarget
 from megamcp.dataplane.protocol import Upstream
+from megamcp.dataplane.sandboxed import SandboxChild
 from megamcp.dataplane.stdio import StdioChild
 from megamcp.errors import Conflict, NoCapacity, UpstreamError
 
@@ -37,8 +38,8 @@ class Seat:
 
     rollout: RolloutView
     server: DedicatedServer
-    target: StdioTarget
-    child: StdioChild
+    target: StdioTarget | SandboxTarget
+    child: StdioChild | SandboxChild
     used: float
     waiting: int = 0
     stopping: "asyncio.Task[None] | None" = None
@@ -91,7 +92,7 @@ class Dedicated:
                     if seat.stopping is None:
                         raise  # else it was stopped for a reason that may not be this call's: ask again
 
-    async def _taken(self, place: "Place", target: StdioTarget) -> Seat:
+    async def _taken(self, place: "Place", target: StdioTarget | SandboxTarget) -> Seat:
         """The rollout's seat for this target."""
         while not self._closed:
             seat = self._seats.get(place.key)
@@ -110,10 +111,10 @@ class Dedicated:
                 await asyncio.wait({self._stop(seat, "its rollout has moved", now=True)})
         raise UpstreamError(f"Tool server {place.server.name!r} has been stopped.", code="tool_server_stopped")
 
-    def _new_seat(self, place: "Place", target: StdioTarget) -> Seat:
-        child = StdioChild(
+    def _new_seat(self, place: "Place", target: StdioTarget | SandboxTarget) -> Seat:
+        child = (StdioChild if isinstance(target, StdioTarget) else SandboxChild)(
             place.server.name,
-            target,
+            target,  # type: ignore[arg-type]
             self._limits,
             used=lambda: self._touch(seat),
             list_changed=place.server.list_changed,

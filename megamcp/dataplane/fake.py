@@ -9,7 +9,14 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megamcp.dataplane.ports import EnvironmentView, Intent, Recorded, RolloutView, StdioTarget
+from megamcp.dataplane.ports import (
+    EnvironmentView,
+    Intent,
+    Recorded,
+    RolloutView,
+    SandboxTarget,
+    StdioTarget,
+)
 from megamcp.errors import Conflict, Gone, NotFound, Unavailable, Unprocessable
 
 
@@ -53,7 +60,7 @@ class FakeControl:
     journal: list[Entry] = field(default_factory=list)
     handles: dict[str, Handle] = field(default_factory=dict)
     relayed: list[tuple[str, str, str]] = field(default_factory=list)
-    targets: dict[str, Callable[[RolloutView], StdioTarget]] = field(default_factory=dict)
+    targets: dict[str, Callable[[RolloutView], StdioTarget | SandboxTarget]] = field(default_factory=dict)
     away: bool = False
     _numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
@@ -177,7 +184,7 @@ class FakeControl:
         entry.result, entry.is_error = result, is_error
         return intent.id
 
-    async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget:
+    async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget | SandboxTarget:
         return self.targets[server](await self.rollout(rollout.id))
 
     async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:

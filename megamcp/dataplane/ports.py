@@ -73,6 +73,56 @@ class StdioTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """The pipes of a sandbox, as descriptors that are the receiver's now.
+
+    `clean` is False when they were left in the middle of something. `spoken` is what the handshake found that was done
+    with the process before, or with the one that it was frozen from: its era, and what it said about its use.
+    """
+
+    stdin: int
+    stdout: int
+    stderr: int
+    clean: bool
+    spoken: tuple[bool, str | None] | None
+
+
+class SandboxDoor(Protocol):
+    """How the data plane reaches sandboxes. A sandbox that has ended never comes back: what is to be done then, the
+    next `ControlPort.dedicated` says."""
+
+    async def open(self, sandbox: str) -> Opened:
+        """Takes its pipes, from whoever has them. Raises UpstreamError, Conflict, DeadlineExceeded."""
+        ...
+
+    async def spoke(self, sandbox: str, spoken: tuple[bool, str | None]) -> None:
+        """The handshake was done."""
+        ...
+
+    async def close(self, sandbox: str, *, clean: bool) -> None:
+        """The pipes are closed: others may open it. `clean`: nothing was under way in them."""
+        ...
+
+    async def kill(self, sandbox: str, reason: str) -> None:
+        """Ends it now: what it does could still take effect."""
+        ...
+
+    async def obituary(self, sandbox: str) -> str | None:
+        """Why it has ended, where that is known soon."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxTarget:
+    """One rollout's process in a sandbox, which has a name for as long as it lives. See also `StdioTarget`."""
+
+    sandbox: str
+    door: SandboxDoor = field(compare=False)
+    generation: int = field(default=0, compare=False)
+    secrets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ServerView:
     """One tool server of an environment.
 
@@ -221,11 +271,12 @@ class ControlPort(Protocol):
         """
         ...
 
-    async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget:
+    async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget | SandboxTarget:
         """The process that serves a rollout now, its state ready to be used.
 
         Asked for each call of a dedicated server once its intent is durable, and before that when there is no process
-        yet. `rollout` may be an older view. Raises NotFound, Gone, Unprocessable, NoCapacity.
+        yet. `rollout` may be an older view. Raises NotFound, Gone, Unprocessable, NoCapacity, and for a sandbox
+        Conflict (`state_lost`), UpstreamError.
         """
         ...
 

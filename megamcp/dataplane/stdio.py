@@ -14,8 +14,8 @@ import asyncio
 import contextlib
 import itertools
 import re
-from collections import deque
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
