@@ -33,6 +33,7 @@ from megamcp.dataplane.ports import (
     Intent,
     Recorded,
     RolloutView,
+    SandboxTarget,
     ServerView,
     StdioTarget,
     UrlTarget,
@@ -43,6 +44,7 @@ from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NotFo
 from megamcp.handles import Mode, Signer, fingerprint
 from megamcp.migrate import migrate
 from megamcp.rollouts import Rollouts
+from megamcp.sandboxed import Boxes
 from megamcp.settings import Settings
 from megamcp.store import Store
 
@@ -123,6 +125,7 @@ class Control:
         environments: Environments,
         rollouts: Rollouts,
         databases: Databases,
+        boxes: Boxes,
         door: Door,
         signer: Signer,
         settings: Settings,
@@ -133,6 +136,7 @@ class Control:
         self._environments = environments
         self._rollouts = rollouts
         self._databases = databases
+        self._boxes = boxes
         self._door = door
         self._signer = signer
         self._settings = settings
@@ -188,7 +192,7 @@ class Control:
         if config.url:
             target = UrlTarget(config.url, config.headers)
             return ServerView(server.name, target, exactly_once=stateful, own_database=own)
-        if config.command:
+        if config.command or server.process:
             return ServerView(server.name, DedicatedTarget(config.restart == "on_move"), exactly_once=False)
         assert config.entry is not None
         environ: dict[str, str] = {"MEGAMCP_TOOL_POOL": str(self._settings.tool_connections), **config.env}
@@ -235,9 +239,12 @@ class Control:
             request=fingerprint(server, tool, arguments),
         )
 
-    async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget:
+    async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget | SandboxTarget:
         view = await self.rollout(rollout.id)  # the caller's may be of before a rollback
         loaded = await self._environments.by_id(view.environment_id)
+        if (found := loaded.named(server)).process:
+            name = await self._boxes.ready(view.id, found, loaded)
+            return SandboxTarget(name, self._boxes, view.epoch)
         login = await self._door.dsn(view.id, server)
         return stdio_target(loaded.server(server), loaded, login["dsn"], login["password"], view.epoch)
 
@@ -320,7 +327,7 @@ class Control:
         nonce = uuid.UUID(handle.split(".")[5])
         loaded = await self._environments.by_id(rollout.environment_id)
         server = handle.split(".")[2]
-        if loaded.server(server).database:
+        if loaded.named(server).database:
             return await self._end_inside(rollout, server, handle, tool, arguments, error)
         if error is not None:
             # Told first: the tool server, whose connection is about to break, may be the one that records it.

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -27,6 +28,7 @@ from pydantic import (
 from megamcp.errors import Unprocessable
 from megamcp.loading import Script
 from megamcp.loading.script import read as read_script
+from sandboxes.files import digest
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
 
@@ -68,13 +70,39 @@ class NoneConfig(_Config):
     kind: Literal["none"] = "none"
 
 
+class Runtime(StrEnum):
+    """How a sandbox is frozen; `auto` takes the best that works on the host."""
+
+    AUTO = "auto"
+    FORK = "fork"
+    CRIU = "criu"
+    DOCKER = "docker"
+
+
+class ProcessConfig(_Config):
+    """State in a process and its files: a sandbox a rollout. Paths are relative to the environment's folder."""
+
+    kind: Literal["process"]
+    runtime: Runtime = Runtime.AUTO
+    files: str | None = Field(None, description="Folder with what the working folder starts with.")
+    image: str | None = Field(None, description="Docker image, or a folder with a root file system.")
+    workdir: str = Field("/work", pattern=r"^/[^:,]*$", description="The working folder, as the server sees it.")
+    network: bool = Field(False, description="Whether the server may reach the network.")
+    memory_mb: int = Field(1024, ge=16, le=1 << 20)
+    disk_mb: int = Field(1024, ge=1, le=1 << 20)
+    pids: int = Field(256, ge=4, le=1 << 16)
+    cpus: float = Field(1.0, gt=0, le=1024)
+
+
 class PlannedConfig(BaseModel):
     """Kinds that have a name but no backend in this version; refused at load."""
 
-    kind: Literal["document", "process"]
+    kind: Literal["document"]
 
 
-StateConfig = Annotated[SchemaConfig | DatabaseConfig | NoneConfig | PlannedConfig, Field(discriminator="kind")]
+StateConfig = Annotated[
+    SchemaConfig | DatabaseConfig | ProcessConfig | NoneConfig | PlannedConfig, Field(discriminator="kind")
+]
 
 
 DSN = "{dsn}"
@@ -99,6 +127,14 @@ class ServerConfig(_Config):
     restart: Literal["never", "on_move"] = Field("never", exclude_if=_unsaid)
     state: StateConfig = Field(default_factory=NoneConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_process_each(cls, raw: Any) -> Any:
+        """A command without a state of its own kind keeps what it knows in its process."""
+        if isinstance(raw, dict) and raw.get("command") and "state" not in raw:
+            return {**raw, "state": {"kind": "process"}}
+        return raw
+
     @field_validator("url")
     @classmethod
     def _usable_url(cls, url: str | None) -> str | None:
@@ -113,6 +149,8 @@ class ServerConfig(_Config):
             raise ValueError("give exactly one of entry, url or command")
         if isinstance(self.state, SchemaConfig) and self.command:
             raise ValueError("state of kind schema needs entry or url: only a server on megamcp.sdk can use it")
+        if isinstance(self.state, ProcessConfig) and self.url:
+            raise ValueError("state of kind process needs entry or command: what runs elsewhere can't be frozen here")
         if not self.command and (self.args or self.cwd or self.restart != "never"):
             raise ValueError("args, cwd and restart belong to a command")
         told = [*self.args, *self.env.values()]
@@ -152,6 +190,8 @@ class Source:
     config: EnvironmentConfig
     scripts: dict[str, list[Script]]
     """SQL of each server that has any, in order."""
+    contents: dict[str, str]
+    """Hash of the files that each server's working folder starts with, where it has any."""
     hash: str
 
 
@@ -179,14 +219,19 @@ def read(path: Path) -> Source:
         told = "; ".join(f"{p['where'] or 'file'}: {p['problem']}" for p in problems)
         raise _invalid(file, told, problems=problems) from error
     scripts = {name: _scripts(file.parent, name, server) for name, server in config.servers.items()}
-    digest = hashlib.sha256(config.model_dump_json(by_alias=True, exclude_defaults=True).encode())
+    total = hashlib.sha256(config.model_dump_json(by_alias=True, exclude_defaults=True).encode())
     for name, found in scripts.items():
-        digest.update("".join(f"\0{name}\0{script.name}\0{script.content}" for script in found).encode())
+        total.update("".join(f"\0{name}\0{script.name}\0{script.content}" for script in found).encode())
+    contents: dict[str, str] = {}
+    for name, server in config.servers.items():
+        if isinstance(server.state, ProcessConfig) and server.state.files is not None:
+            contents[name] = _content(file.parent, server.state.files)
+            total.update(f"\0{name}\0{contents[name]}".encode())
     if any(server.entry or server.command for server in config.servers.values()):
         for code in sorted(file.parent.glob("*.py")):  # tools that change make a new version, on processes of its own
-            digest.update(b"\0" + code.name.encode() + b"\0" + hashlib.sha256(code.read_bytes()).digest())
+            total.update(b"\0" + code.name.encode() + b"\0" + hashlib.sha256(code.read_bytes()).digest())
     return Source(
-        file.parent, config, {name: found for name, found in scripts.items() if found}, digest.hexdigest()[:16]
+        file.parent, config, {name: found for name, found in scripts.items() if found}, contents, total.hexdigest()[:16]
     )
 
 
@@ -208,19 +253,19 @@ def _from_mcp_json(file: Path, raw: Any) -> dict[str, Any]:
 
 def _scripts(folder: Path, name: str, server: ServerConfig) -> list[Script]:
     where = f"servers.{name}"
-    if server.command and not isinstance(server.state, DatabaseConfig):
+    if server.command and isinstance(server.state, NoneConfig):
         raise Unprocessable(
             f"{where} is started by a command, so each rollout gets a process of its own: that needs state of kind"
-            f" database, not {server.state.kind}.",
+            f" process or database, not {server.state.kind}.",
             code="unsupported_server",
-            hint=f"Give it a database ({DSN} in args or env is its DSN), or start it yourself and give its url.",
+            hint="Leave its state out (a sandbox keeps it), or start the server yourself and give its url.",
         )
     match server.state:
         case PlannedConfig(kind=kind):
             raise Unprocessable(
                 f"{where}: state of kind {kind} is not in this version.",
                 code="unsupported_state",
-                hint="Use schema, database or none.",
+                hint="Use schema, database, process or none.",
             )
         case SchemaConfig(dump=str(dump)) as config:
             return [_script(folder, dump, dump=True, schema=config.source_schema)]
@@ -239,6 +284,17 @@ def _script(folder: Path, relative: str, **how: Any) -> Script:
             raise _invalid(path, "lies outside of the environment's folder")
         return read_script(path, relative, **how)
     except (OSError, ValueError) as error:
+        raise _invalid(path, str(error)) from error
+
+
+def _content(folder: Path, relative: str) -> str:
+    """Digest of a folder of files. Raises `Unprocessable`."""
+    path = (folder / relative).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise _invalid(path, "lies outside of the environment's folder")
+    try:
+        return digest(path)
+    except OSError as error:
         raise _invalid(path, str(error)) from error
 
 

@@ -13,8 +13,17 @@ from megamcp.environments import LoadedEnvironment, LoadedServer
 
 UNTOUCHED = "0" * 32
 
+OPAQUE = "opaque"
+"""Begins the sum of a state that is more than what can be compared: the memory of a process."""
+
 Sums = Mapping[str, str | None]
-"""Server -> sum as 32 hex digits. Missing: nothing was written. None: not known without reading all of the state."""
+"""Server -> sum as 32 hex digits, or of files their digest. Missing: nothing was written. None: not known without
+reading all of the state."""
+
+
+def files_sum(digest: str | None, *, memory: bool) -> str | None:
+    """Of a sandbox: its files, and whether that is all of it."""
+    return f"{OPAQUE} {digest}" if memory else digest
 
 
 def add(total: str | None, delta: int) -> str:
@@ -24,14 +33,16 @@ def add(total: str | None, delta: int) -> str:
 
 def part_of(server: LoadedServer, sums: Sums) -> str | None:
     """A server's part of the digest. None where its sum isn't known."""
-    content = server.schema.hash if server.schema else server.database
+    content = server.schema.hash if server.schema else server.database or server.files
     total = sums.get(server.name, UNTOUCHED)
-    return None if total is None else hashlib.sha256(f"{content} {total}".encode()).hexdigest()
+    if total is None or total.startswith(OPAQUE):
+        return None
+    return hashlib.sha256(f"{content} {total}".encode()).hexdigest()
 
 
 def digest_of(environment: LoadedEnvironment, sums: Sums) -> str | None:
-    """The digest. None where a server's sum isn't known: a database after DDL."""
-    parts = {server.name: part_of(server, sums) for server in environment.servers if server.schema or server.database}
+    """The digest. None where a server's sum isn't known (a database after DDL) or isn't all of it (memory)."""
+    parts = {server.name: part_of(server, sums) for server in environment.servers if server.stateful}
     if None in parts.values():
         return None
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))

@@ -19,6 +19,7 @@ from megamcp import state
 from megamcp.definitions import (
     DatabaseConfig,
     EnvironmentConfig,
+    ProcessConfig,
     SchemaConfig,
     ServerConfig,
     Source,
@@ -41,6 +42,18 @@ class LoadedServer:
     schema: state.SchemaState | None
     database: str | None = None
     """Hash of the content that the rollouts' databases are copies of."""
+    files: str | None = None
+    """Hash of what the working folder of each rollout's sandbox starts with."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether it has a state that checkpoints keep."""
+        return self.schema is not None or self.database is not None or self.process is not None
+
+    @property
+    def process(self) -> ProcessConfig | None:
+        """How its sandboxes are made, where it has any."""
+        return self.config.state if isinstance(self.config.state, ProcessConfig) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +82,19 @@ class LoadedEnvironment:
     @property
     def has_dedicated(self) -> bool:
         """Whether a rollout of it has processes of its own."""
-        return any(server.config.command for server in self.servers)
+        return any(server.config.command or server.process for server in self.servers)
+
+    @property
+    def has_sandboxes(self) -> bool:
+        """Whether a rollout of it has sandboxes."""
+        return any(server.process for server in self.servers)
+
+    def named(self, name: str) -> LoadedServer:
+        """The server of that name. Raises `NotFound`."""
+        for server in self.servers:
+            if server.name == name:
+                return server
+        raise NotFound(f"Environment {self.name} has no server {name!r}.", code="server_not_found")
 
     @property
     def schemas(self) -> tuple[state.SchemaState, ...]:
@@ -152,9 +177,12 @@ class Environments:
             config.seed,
         )
         for position, (name, server) in enumerate(config.servers.items()):
-            schema = database = None
+            schema = None
+            descriptor: dict[str, Any] | None = None
             if isinstance(server.state, DatabaseConfig):
-                database = {"database": database_hash(source.scripts[name])}
+                descriptor = {"database": database_hash(source.scripts[name])}
+            elif name in source.contents:
+                descriptor = {"files": source.contents[name]}
             if isinstance(server.state, SchemaConfig):
                 schema = await _load_state(
                     connection,
@@ -179,8 +207,8 @@ class Environments:
                 server.state.kind,
                 schema and schema.tool_role,
                 schema and schema.query_role,
-                schema.hash if schema else database and database["database"],
-                schema.to_json() if schema else database,
+                schema.hash if schema else next(iter(descriptor.values())) if descriptor else None,
+                schema.to_json() if schema else descriptor,
             )
         return identifier
 
@@ -236,7 +264,9 @@ def _loaded_server(name: str, config: ServerConfig, descriptor: dict[str, Any] |
     if descriptor is None:
         return LoadedServer(name, config, None)
     if "database" in descriptor:
-        return LoadedServer(name, config, None, descriptor["database"])
+        return LoadedServer(name, config, None, database=descriptor["database"])
+    if "files" in descriptor:
+        return LoadedServer(name, config, None, files=descriptor["files"])
     return LoadedServer(name, config, state.SchemaState.from_json(descriptor))
 
 

@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
@@ -22,10 +22,12 @@ from megamcp import state
 from megamcp import store as sql
 from megamcp.databases import Databases, Freezer
 from megamcp.databases import Point as DatabasePoint
-from megamcp.digests import add, digest_of
+from megamcp.digests import add, digest_of, files_sum
 from megamcp.environments import Environments, LoadedEnvironment
 from megamcp.errors import BadRequest, Conflict, DeadlineExceeded, Gone, NoCapacity, NotFound
 from megamcp.handles import new_id
+from megamcp.sandboxed import Boxes, BoxFreezer
+from megamcp.sandboxed.freezer import Kept
 from megamcp.settings import Settings
 from megamcp.squasher import shorten
 from megamcp.store import Store, seconds
@@ -48,12 +50,20 @@ class Rollouts:
     """Open, checkpoint, fork, roll back, release."""
 
     def __init__(
-        self, store: Store, environments: Environments, settings: Settings, databases: Databases | None = None
+        self,
+        store: Store,
+        environments: Environments,
+        settings: Settings,
+        databases: Databases | None = None,
+        boxes: Boxes | None = None,
+        box_freezer: BoxFreezer | None = None,
     ) -> None:
         self._store = store
         self._environments = environments
         self._databases = databases
         self._freezer = Freezer(databases) if databases else None
+        self._boxes = boxes
+        self._box_freezer = box_freezer
         self._settings = settings
         # One that ends calls needs two connections.
         self._enders = asyncio.Semaphore(max(1, settings.control_connections // 3))
@@ -188,48 +198,80 @@ class Rollouts:
     ) -> asyncpg.Record:
         """Freeze the head. Waits for running calls up to `quiesce_timeout_s`, then ends them."""
         lease = self._lease(ttl_s, self._settings.checkpoint_ttl_s)
-        async with self._alone(rollout, self._settings.quiesce_timeout_s, "a checkpoint could not wait longer") as (
-            connection,
-            row,
+        async with (
+            self._quiet(rollout) as (connection, row, environment),
+            self._frozen(connection, row, environment) as (points, boxes),
         ):
-            environment = await self._environments.by_id(row["environment"], connection)
-            async with self._frozen(connection, row, environment) as points:
-                chain, head = list(row["chain"]), row["layer"]
-                # Squashing may have passed by a rollout that was never idle: here it always gets onto the short chain.
-                if len(row["squashed"]) < len(chain) and (
-                    not row["dirty"] or await shorten(connection, environment, head, chain, row["squashed"])
-                ):
-                    chain = list(row["squashed"])
-                sums, written = dict(row["sums"]), False
-                if row["dirty"]:
-                    for server in environment.servers:
-                        if server.schema:
-                            frozen = await state.freeze(connection, server.schema, chain, head)
-                            sums[server.name] = add(sums.get(server.name), frozen.digest)
-                            written = written or frozen.rows > 0
-                sums |= {name: None if p.total is None else f"{p.total:032x}" for name, p in points.items()}
-                made = await connection.fetchrow(
-                    sql.PUBLISH_CHECKPOINT,
-                    rollout,
-                    new_id("cp"),
-                    turn,
-                    [*chain, head] if written else chain,
-                    head if written else None,
-                    sums,
-                    digest_of(environment, sums),
-                    label,
-                    lease,
-                )
-                if self._freezer and points:
-                    await self._freezer.publish(connection, made["id"], rollout, points)
-                return made
+            chain, head = list(row["chain"]), row["layer"]
+            # Squashing may have passed by a rollout that was never idle: here it always gets onto the short chain.
+            if len(row["squashed"]) < len(chain) and (
+                not row["dirty"] or await shorten(connection, environment, head, chain, row["squashed"])
+            ):
+                chain = list(row["squashed"])
+            sums, written = dict(row["sums"]), False
+            if row["dirty"]:
+                for server in environment.servers:
+                    if server.schema:
+                        frozen = await state.freeze(connection, server.schema, chain, head)
+                        sums[server.name] = add(sums.get(server.name), frozen.digest)
+                        written = written or frozen.rows > 0
+            sums |= {name: None if p.total is None else f"{p.total:032x}" for name, p in points.items()}
+            sums |= {name: files_sum(kept.digest, memory=kept.memory) for name, kept in boxes.items()}
+            made = await connection.fetchrow(
+                sql.PUBLISH_CHECKPOINT,
+                rollout,
+                new_id("cp"),
+                turn,
+                [*chain, head] if written else chain,
+                head if written else None,
+                sums,
+                digest_of(environment, sums),
+                label,
+                lease,
+            )
+            if self._freezer and points:
+                await self._freezer.publish(connection, made["id"], rollout, points)
+            if self._box_freezer and boxes:
+                await self._box_freezer.publish(connection, made, boxes)
+            return made
 
-    def _frozen(
+    @asynccontextmanager
+    async def _quiet(self, rollout: str) -> AsyncIterator[tuple[asyncpg.Connection, asyncpg.Record, LoadedEnvironment]]:
+        """`_alone`, with no call of the rollout's sandboxes under way. Those can't be ended and gone on with, so where
+        they take too long it is `DeadlineExceeded`."""
+        patience_s = self._settings.quiesce_timeout_s
+        give_up = time.monotonic() + patience_s
+        while True:
+            async with self._alone(rollout, patience_s, "a checkpoint could not wait longer") as (connection, row):
+                environment = await self._environments.by_id(row["environment"], connection)
+                freezer = self._box_freezer if environment.has_sandboxes else None
+                if freezer is None or not await freezer.busy(connection, rollout, environment):
+                    yield connection, row, environment
+                    return
+                if time.monotonic() > give_up:
+                    raise DeadlineExceeded(
+                        f"Rollout {rollout} is busy: a call to one of its sandboxes is still running.",
+                        code="rollout_busy",
+                        hint="Make the checkpoint when the call has been answered, or roll back, which ends it.",
+                    )
+            # Its outcome takes a connection, and calls of gateways that died have none any more.
+            await self._store.value(sql.LOSE_INTENTS)
+            await asyncio.sleep(_PAUSE_S)
+
+    @asynccontextmanager
+    async def _frozen(
         self, connection: asyncpg.Connection, row: asyncpg.Record, environment: LoadedEnvironment
-    ) -> AbstractAsyncContextManager[Mapping[str, DatabasePoint]]:
-        if self._freezer is None or not environment.has_databases:
-            return contextlib.nullcontext({})
-        return self._freezer.frozen(connection, row, environment, self._settings.quiesce_timeout_s)
+    ) -> AsyncIterator[tuple[Mapping[str, DatabasePoint], Mapping[str, Kept]]]:
+        """What the checkpoint keeps of databases and sandboxes: all of it, or an error."""
+        points: Mapping[str, DatabasePoint] = {}
+        boxes: Mapping[str, Kept] = {}
+        async with contextlib.AsyncExitStack() as stack:
+            if self._freezer is not None and environment.has_databases:
+                frozen = self._freezer.frozen(connection, row, environment, self._settings.quiesce_timeout_s)
+                points = await stack.enter_async_context(frozen)
+            if self._box_freezer is not None and environment.has_sandboxes:
+                boxes = await stack.enter_async_context(self._box_freezer.frozen(connection, row, environment))
+            yield points, boxes
 
     async def roll_back(self, rollout: str, checkpoint: str) -> asyncpg.Record:
         """Move the head to a checkpoint of its own line. Calls still in flight end in an error."""
@@ -243,17 +285,22 @@ class Rollouts:
                     hint="Fork it instead (POST /v1/checkpoints/{id}/fork): that gives a new rollout at this point.",
                 )
             environment = await self._environments.by_id(row["environment"], connection)
+            given_up: list[str] = []
             if environment.has_dedicated and self.before_move is not None:
                 await self.before_move(rollout)
             if not await connection.fetchval(sql.MOVE_BACK, rollout, checkpoint):
                 raise Gone(f"Checkpoint {checkpoint} was released.", code="checkpoint_gone")
             if self._databases and environment.has_databases:
                 await self._databases.moved(connection, rollout, checkpoint)
+            if self._boxes and environment.has_sandboxes:
+                given_up = await self._boxes.moved(connection, rollout, checkpoint)
             moved = await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout)
             if environment.has_dedicated:
                 await connection.execute(sql.TELL_MOVE, rollout, moved["epoch"])
         if self._databases and environment.has_databases:
             await self._databases.settle(rollout, environment)
+        if self._boxes:
+            await self._boxes.give_up(given_up)
         return moved
 
     async def close(self, rollout: str, *, expired: bool = False) -> bool:
@@ -263,6 +310,7 @@ class Rollouts:
         """
         status = RolloutStatus.EXPIRED if expired else RolloutStatus.CLOSED
         grace, reason = self._settings.rollback_grace_s, "the rollout was released"
+        given_up: list[str] = []
         try:
             async with self._alone(rollout, grace, reason) as (connection, row):
                 ended = bool(await connection.fetchval(sql.END_ROLLOUT, rollout, status, expired))
@@ -270,10 +318,14 @@ class Rollouts:
                     await connection.execute(sql.TELL_MOVE, rollout, None)
                 if ended and self._databases:
                     await self._databases.left(connection, rollout)
+                if ended and self._boxes:
+                    given_up = await self._boxes.left(connection, rollout)
         except (NotFound, Gone):
             return False
         if self._databases:
             self._databases.forget(rollout)
+        if self._boxes:
+            await self._boxes.give_up(given_up)
         self.open_count = max(0, self.open_count - ended)
         return ended
 

@@ -20,6 +20,7 @@ from megamcp.points import Points
 from megamcp.queries import Queries
 from megamcp.reaper import Reaper
 from megamcp.rollouts import Rollouts
+from megamcp.sandboxed import Boxes, BoxFreezer, Host, Tender
 from megamcp.settings import Settings
 from megamcp.squasher import Squasher
 from megamcp.store import Store
@@ -44,6 +45,7 @@ class Services:
     dataplane: Dataplane
     reaper: Reaper
     keeper: Keeper
+    tender: Tender
     squasher: Squasher
     stopping: asyncio.Event
 
@@ -63,7 +65,11 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         databases = Databases(side, clusters, sources, signer, settings, lambda: instance.owner)
         door = Door(side, environments, databases, signer, settings)
         stack.push_async_callback(door.aclose)
-        rollouts = Rollouts(store, environments, settings, databases)
+        host = Host(settings)
+        stack.push_async_callback(host.aclose)
+        boxes = Boxes(side, environments, host, lambda: instance.owner)
+        freezer = BoxFreezer(side, host, boxes, lambda: instance.owner)
+        rollouts = Rollouts(store, environments, settings, databases, boxes, freezer)
         reads = Reads(side, databases)
         points = Points(rollouts, environments, reads, settings)
         queries = Queries(rollouts, environments, reads, signer, settings, dsn)
@@ -73,6 +79,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
             environments=environments,
             rollouts=rollouts,
             databases=databases,
+            boxes=boxes,
             door=door,
             signer=signer,
             settings=settings,
@@ -81,6 +88,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         )
         dataplane = await stack.enter_async_context(Dataplane(control, limits(settings)))
         instance.on_cancel = dataplane.cancel
+        boxes.let_go = dataplane.let_go
         instance.on_held = databases.forget
 
         async def moved(rollout: str, epoch: int | None) -> None:
@@ -93,11 +101,12 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         squasher = Squasher(store, environments, settings)
         stopping = asyncio.Event()
         keeper = Keeper(side, databases, settings, lambda: instance.owner)
+        tender = Tender(side, host, settings, lambda: instance.owner)
         tasks = [asyncio.create_task(instance.hold())]
         try:
             async with asyncio.timeout(START_S):
                 await instance.ready()
-            tasks += [asyncio.create_task(work.run()) for work in (reaper, squasher, keeper)]
+            tasks += [asyncio.create_task(work.run()) for work in (reaper, squasher, keeper, tender)]
             yield Services(
                 settings,
                 store,
@@ -110,6 +119,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
                 dataplane,
                 reaper,
                 keeper,
+                tender,
                 squasher,
                 stopping,
             )

@@ -41,6 +41,17 @@ class Settings(BaseSettings):
         description="Folder of the embedded state cluster, best on XFS with reflink or on btrfs. Unset: `state` in"
         " `data_dir`.",
     )
+    sandbox_socket: Path | None = Field(
+        None,
+        description="Unix socket of the host's keeper of sandboxes (`python -m sandboxes`). Unset: one of the gateway's"
+        " own, with the gateway's rights, started when it is first needed.",
+    )
+    sandbox_dir: Path | None = Field(
+        None, description="Folder of the gateway's own keeper. Unset: `sandboxes` in `data_dir`."
+    )
+    sandbox_park_s: float = Field(
+        600, gt=0, description="A sandbox that was not used for so long waits on disk, where its runtime can do that."
+    )
     relay_host: str = Field(
         "127.0.0.1", description="Address that SQL clients with a rollout's DSN connect to; `0.0.0.0` for all."
     )

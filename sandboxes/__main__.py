@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -31,7 +32,7 @@ async def keep(listener: socket.socket, state: Path, *, child: bool) -> None:
     """Until SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
     keeper: Keeper
-    keeper = Keeper(runtimes(Folders(state), lambda exited: keeper.died(exited)))
+    keeper = Keeper(_name(state), runtimes(Folders(state), lambda exited: keeper.died(exited)))
     await keeper.recover()
     serving = asyncio.create_task(keeper.serve(listener))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -45,6 +46,16 @@ async def keep(listener: socket.socket, state: Path, *, child: bool) -> None:
     sys.stdout.flush()
     with contextlib.suppress(asyncio.CancelledError):
         await serving
+
+
+def _name(state: Path) -> str:
+    """Of the state folder, whoever keeps it."""
+    file = state / "name"
+    if not file.exists():
+        fresh = state / "name.new"
+        fresh.write_text(f"{socket.gethostname()}-{secrets.token_hex(4)}")
+        fresh.rename(file)
+    return file.read_text()
 
 
 def listen(path: Path) -> socket.socket:

@@ -34,6 +34,10 @@ class Client:
         self.on_lost: Callable[[], Awaitable[object]] | None = None
         """The connection broke: the keeper may be another one now, with no sandbox."""
 
+    async def hello(self) -> str:
+        """The keeper's name, which its state folder has for good."""
+        return await self._ask(messages.Hello(), str)
+
     async def reports(self) -> list[Report]:
         """What each runtime found when it tried itself out."""
         return await self._ask(messages.Reports(), list[Report])

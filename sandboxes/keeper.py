@@ -62,7 +62,8 @@ class _Sandbox:
 class Keeper:
     """All sandboxes and images of a host's state folder."""
 
-    def __init__(self, runtimes: Mapping[Kind, Runtime]) -> None:
+    def __init__(self, name: str, runtimes: Mapping[Kind, Runtime]) -> None:
+        self._name = name
         self._runtimes = runtimes
         self._sandboxes: dict[str, _Sandbox] = {}
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -152,6 +153,8 @@ class Keeper:
 
     async def _done(self, client: _Client, request: messages.AnyRequest) -> Any:
         match request:
+            case messages.Hello():
+                return self._name
             case messages.Reports():
                 return [await runtime.report() for runtime in self._runtimes.values()]
             case messages.Prepare(spec=spec):

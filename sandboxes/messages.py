@@ -12,6 +12,10 @@ class _Request(msgspec.Struct, tag_field="op", kw_only=True):
     number: int = 0
 
 
+class Hello(_Request, tag="hello"):
+    """→ str, the keeper's name: it stays the same over restarts on one state folder."""
+
+
 class Reports(_Request, tag="reports"):
     """→ list[Report]"""
 
@@ -82,7 +86,7 @@ class Digest(_Request, tag="digest", kw_only=True):
     name: str | None
 
 
-AnyRequest = Reports | Prepare | Start | Attach | Detach | Freeze | Remove | Drop | Listing | Diff | Digest
+AnyRequest = Hello | Reports | Prepare | Start | Attach | Detach | Freeze | Remove | Drop | Listing | Diff | Digest
 
 
 class Handed(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megamcp.dataplane.ports import ControlPort, Limits, RolloutView, SandboxTarget, StdioTarget
 from megamcp.dataplane.protocol import Upstream
@@ -42,6 +42,8 @@ class Seat:
     child: StdioChild | SandboxChild
     used: float
     waiting: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set each time it may have become idle."""
     stopping: "asyncio.Task[None] | None" = None
 
     @property
@@ -135,6 +137,7 @@ class Dedicated:
 
     def _touch(self, seat: Seat) -> None:
         seat.used = asyncio.get_running_loop().time()
+        seat.idle.set()
         if self._seats.get(seat.key) is seat:
             self._seats.move_to_end(seat.key)
 
@@ -195,6 +198,18 @@ class Dedicated:
             lambda seat: seat.rollout.id == rollout_id and (epoch is None or seat.outdated(epoch)),
             "its rollout is over" if epoch is None else "its rollout was rolled back",
         )
+
+    def let_go(self, sandbox: str) -> None:
+        """See `Dataplane.let_go`. Calls that come meanwhile wait until the sandbox can be had again."""
+        for seat in self._seats.values():
+            if isinstance(seat.target, SandboxTarget) and seat.target.sandbox == sandbox and seat.stopping is None:
+                seat.stopping = asyncio.create_task(self._left(seat), name=f"let go {seat.key}")
+
+    async def _left(self, seat: Seat) -> None:
+        while seat.busy:
+            seat.idle.clear()
+            await seat.idle.wait()
+        await self._stopped(seat, "another gateway process wants it", now=False)
 
     async def forget(self, environment_id: int) -> None:
         """An environment was unloaded."""

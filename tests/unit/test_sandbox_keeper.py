@@ -102,7 +102,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
     folders = Folders(tmp_path)
     keeper: Keeper
     runtime = FilesOnly(folders, lambda exited: keeper.died(exited))
-    keeper = Keeper({Kind.CRIU: runtime})
+    keeper = Keeper("host", {Kind.CRIU: runtime})
     await keeper.recover()
     path = tmp_path / "s"
     listener = socket.socket(socket.AF_UNIX)

@@ -1,0 +1,137 @@
+"""What a checkpoint keeps of a rollout's sandboxes.
+
+Invariants:
+- nothing is frozen while a call to a sandbox runs: the rollout's row is locked, so none can begin, and those that run
+  are waited for;
+- a sandbox that was called since it was last frozen gives a new image, any other one keeps its own;
+- an image that no checkpoint was published with is the tender's to take away.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import asyncpg
+
+from megamcp.environments import LoadedEnvironment, LoadedServer
+from megamcp.errors import Conflict, Unavailable
+from megamcp.failpoints import failpoint
+from megamcp.sandboxed import journal as sql
+from megamcp.sandboxed.boxes import Boxes, demand_host
+from megamcp.sandboxed.host import Host, translated
+from megamcp.store import Store
+from sandboxes import Client
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a checkpoint keeps of one server. `sandbox` is the one that stands so now, where there is one."""
+
+    image: str
+    sandbox: str | None
+    digest: str | None
+    """Of the files."""
+    memory: bool
+    """Whether there is more to its state than files."""
+
+
+class BoxFreezer:
+    """Freezes what `Boxes` finds."""
+
+    def __init__(self, store: Store, host: Host, boxes: Boxes, owner: Callable[[], int]) -> None:
+        self._store = store
+        self._host = host
+        self._boxes = boxes
+        self._owner = owner
+
+    async def busy(self, connection: asyncpg.Connection, rollout: str, environment: LoadedEnvironment) -> bool:
+        """Whether a call to a sandbox of the rollout runs. `connection` has locked the rollout's row."""
+        servers = [server.name for server in environment.servers if server.process]
+        return bool(await connection.fetchval(sql.RUNNING, rollout, servers))
+
+    @asynccontextmanager
+    async def frozen(
+        self, connection: asyncpg.Connection, row: asyncpg.Record, environment: LoadedEnvironment
+    ) -> AsyncIterator[dict[str, Kept]]:
+        """What is to be kept of each server that has a sandbox. Several are frozen side by side."""
+        kept: dict[str, Kept] = {}
+        images: list[str] = []
+
+        async def one(server: LoadedServer, head: asyncpg.Record | None, point: asyncpg.Record | None) -> None:
+            found = await self._keep(row, server, head, point, images)
+            if found is not None:
+                kept[server.name] = found
+
+        try:
+            found = []
+            for server in environment.servers:
+                if server.process:
+                    head = await connection.fetchrow(sql.HEAD, row["id"], server.name)
+                    point = row["checkpoint"] and await connection.fetchrow(sql.POINT, row["checkpoint"], server.name)
+                    found.append((server, head, point))
+            async with asyncio.TaskGroup() as group:
+                for arguments in found:
+                    group.create_task(one(*arguments))
+            yield kept
+        except BaseException as error:
+            for image in images:
+                with contextlib.suppress(Exception):  # else the tender does it
+                    await asyncio.shield(self._store.value(sql.CONDEMN_IMAGE, image))
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from error
+            raise
+
+    async def _keep(
+        self,
+        row: asyncpg.Record,
+        server: LoadedServer,
+        head: asyncpg.Record | None,
+        point: asyncpg.Record | None,
+        images: list[str],
+    ) -> Kept | None:
+        if head is None:
+            return point and Kept(point["name"], None, point["digest"], point["memory"])
+        if head["status"] == "creating":
+            raise Unavailable(
+                f"The sandbox of tool server {server.name!r} is just being made.", code="sandbox_not_ready"
+            )
+        if not head["called"]:
+            if head["image"] is None:
+                return None
+            known = await self._store.row("select digest, memory from megamcp.images where name = $1", head["image"])
+            assert known is not None
+            return Kept(head["image"], head["name"], known["digest"], known["memory"])
+        if head["status"] == "lost":
+            raise Conflict(
+                f"The sandbox of tool server {server.name!r} has ended ({head['reason']}); there is nothing to keep.",
+                code="state_lost",
+                hint=f"Roll back to checkpoint {row['checkpoint']}." if row["checkpoint"] else "Open a new rollout.",
+            )
+        keeper, host = await self._host.keeper()
+        demand_host(head, host, server.name)
+        image = f"im_{secrets.token_hex(8)}"
+        await self._store.value(sql.PLAN_IMAGE, image, head["name"], self._owner())
+        images.append(image)
+        await failpoint("image.planned")
+        return await self._freeze(keeper, server, head["name"], image)
+
+    async def _freeze(self, keeper: Client, server: LoadedServer, sandbox: str, image: str) -> Kept:
+        with translated(server.name):
+            frozen = await keeper.freeze(sandbox, image)
+        await failpoint("image.frozen")
+        done = await self._store.value(sql.FROZEN, image, frozen.memory, frozen.digest, frozen.bytes)
+        if done is None:
+            raise Unavailable("The gateway lost its place in the control database.", code="image_not_made")
+        return Kept(image, sandbox, frozen.digest, frozen.memory)
+
+    async def publish(
+        self, connection: asyncpg.Connection, checkpoint: asyncpg.Record, kept: Mapping[str, Kept]
+    ) -> None:
+        """In the transaction that publishes the checkpoint."""
+        for server, found in kept.items():
+            await connection.execute(sql.KEEP_POINT, checkpoint["id"], server, found.image)
+            if found.sandbox is not None:
+                await connection.execute(sql.STANDS_AS, found.sandbox, found.image, checkpoint["seq"])

@@ -1,0 +1,192 @@
+"""This host's keeper of sandboxes: the one that the settings name, or one of our own, started when it is first needed.
+
+Also the answers to what `auto` means here. What a keeper does is `sandboxes`' business.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+from megamcp.definitions import Runtime
+from megamcp.errors import MegaMCPError, NoCapacity, Unavailable, Unprocessable, UpstreamError
+from megamcp.settings import Settings
+from sandboxes import Client, Exited, Kind, Report, SandboxError
+
+log = logging.getLogger(__name__)
+
+_START_S = 30.0
+_LONGEST_PATH = 100
+
+
+class OwnKeeper:
+    """A keeper that ends with this process. One process runs it; others may be told its socket."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._state = settings.sandbox_dir or settings.data_dir / "sandboxes"
+        self._folder: str | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self.socket = ""
+
+    async def __aenter__(self) -> Self:
+        self._folder = tempfile.mkdtemp(prefix="megamcp-keeper-", dir=_short(tempfile.gettempdir()))
+        self.socket = str(Path(self._folder) / "keeper.sock")
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "sandboxes",
+            "--child",
+            "--socket",
+            self.socket,
+            "--state",
+            str(self._state),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={name: value for name, value in os.environ.items() if not name.upper().startswith("MEGAMCP_")},
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(_START_S):
+                if await self._process.stdout.readline() == b"ready\n":
+                    return self
+        except TimeoutError:
+            pass
+        await self.__aexit__()
+        raise Unavailable(
+            "The keeper of sandboxes did not start; the log says why.",
+            code="sandboxes_unavailable",
+            hint=f"Is another gateway using {self._state}? MEGAMCP_SANDBOX_DIR names another folder.",
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        process = self._process
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                async with asyncio.timeout(_START_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                os.rmdir(self._folder)
+
+
+class Host:
+    """The keeper, connected to when it is first needed."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._own = contextlib.AsyncExitStack()
+        self._client: Client | None = None
+        self._name = ""
+        self._reports: dict[Kind, Report] = {}
+        self._opening = asyncio.Lock()
+        self.on_exit: Callable[[Exited], Awaitable[object]] | None = None
+        self.on_wanted: Callable[[str], Awaitable[object]] | None = None
+        self.on_meeting: Callable[[Client, str], Awaitable[object]] | None = None
+        """Told when the keeper was met: it may have fewer sandboxes than it had."""
+
+    @property
+    def opened(self) -> bool:
+        """Whether anything has needed it yet."""
+        return self._client is not None
+
+    async def keeper(self) -> tuple[Client, str]:
+        """Its client and its name. Raises `Unavailable`."""
+        async with self._opening:
+            if self._client is None:
+                path = self._settings.sandbox_socket
+                if path is None:
+                    path = Path((await self._own.enter_async_context(OwnKeeper(self._settings))).socket)
+                client = Client(str(path))
+                client.on_exit, client.on_wanted, client.on_lost = self._exited, self._wanted, self._lost
+                self._client = client
+            if not self._name:
+                with translated():
+                    name = await self._client.hello()
+                    self._reports = {report.kind: report for report in await self._client.reports()}
+                    if self.on_meeting is not None:
+                        await self.on_meeting(self._client, name)
+                self._name = name
+            return self._client, self._name
+
+    async def kind(self, wanted: Runtime, *, entry: bool) -> Kind:
+        """Which runtime a server gets. Raises `Unprocessable` (`no_runtime`) with the reasons."""
+        await self.keeper()
+        match wanted:
+            case Runtime.AUTO:
+                able = [Kind.FORK] if entry else [Kind.CRIU, Kind.DOCKER]
+            case _:
+                able = [Kind(wanted.value)]
+        for kind in able:
+            if (report := self._reports.get(kind)) is not None and report.works:
+                return kind
+        reasons = "; ".join(
+            f"{kind}: {self._reports[kind].reason if kind in self._reports else 'not in this version'}" for kind in able
+        )
+        raise Unprocessable(
+            f"No runtime for this server's sandboxes works on this host: {reasons}.",
+            code="no_runtime",
+            hint="`megamcp doctor` says what works here and what is missing.",
+        )
+
+    async def _exited(self, exited: Exited) -> None:
+        if self.on_exit is not None:
+            await self.on_exit(exited)
+
+    async def _wanted(self, sandbox: str) -> None:
+        if self.on_wanted is not None:
+            await self.on_wanted(sandbox)
+
+    async def _lost(self) -> None:
+        log.warning("lost the keeper of sandboxes; it is met again when it is needed")
+        self._name = ""
+
+    async def aclose(self) -> None:
+        """Lets go of it; ends it where it is ours."""
+        if self._client is not None:
+            await self._client.aclose()
+        await self._own.aclose()
+
+
+@contextlib.contextmanager
+def translated(server: str | None = None) -> Iterator[None]:
+    """A `SandboxError` becomes an error of this project. `server` names whose it is."""
+    try:
+        yield
+    except SandboxError as error:
+        raise as_ours(error, server) from error
+
+
+def as_ours(error: SandboxError, server: str | None) -> MegaMCPError:
+    """The error that an agent or a program is told."""
+    where = f"Tool server {server!r}: " if server else ""
+    message = f"{where}{error.message}" + (f"\n{error.tail}" if error.tail else "")
+    hint = error.hint or None
+    match error.code:
+        case "start_failed":
+            return UpstreamError(message, code="tool_server_start_failed", hint=hint)
+        case "disk_full":
+            return NoCapacity(message, code="disk_full", hint=hint)
+        case "not_available" | "invalid_spec" | "not_forkable":
+            return Unprocessable(message, code=f"sandbox_{error.code}", hint=hint)
+        case "busy":
+            return NoCapacity(message, code="sandbox_busy", hint=hint)
+        case "keeper_lost":
+            return Unavailable(message, code="sandboxes_unavailable", hint=hint)
+        case _:
+            return UpstreamError(message, code=f"sandbox_{error.code}", hint=hint)
+
+
+def _short(folder: str) -> str:
+    """A socket's path may have 107 bytes."""
+    return folder if len(folder) < _LONGEST_PATH - 40 else "/tmp"

@@ -1,0 +1,121 @@
+"""Every query on `megamcp.sandboxes`, `megamcp.images` and `megamcp.image_points`, each with a name and a sentence.
+
+The tables are the truth about what should exist; the keeper follows. A row is committed before its sandbox or image is
+made and goes after that was removed, so whatever is cut off in between is found here.
+"""
+
+# Whether a call after journal row $seq may have changed what a sandbox of that rollout and server knows.
+_CALLED = """exists (select 1 from megamcp.events v where v.rollout = s.rollout and v.seq > s.seq and v.kind = 'call'
+    and v.server = s.server)"""
+
+# A rollout's sandbox, whatever its condition.
+HEAD = f"""select s.name, s.host, s.runtime, s.status, s.image, s.seq, s.modern, s.instructions, s.reason,
+    {_CALLED} as called, s.status = 'creating' and not megamcp.alive(s.owner) as orphaned
+    from megamcp.sandboxes s where s.rollout = $1 and s.server = $2"""
+
+# Where a rollout that has no sandbox of its own stands: no row is as the environment starts.
+ORIGIN = """select i.name, i.host, i.runtime, i.status, i.modern, i.instructions
+    from megamcp.rollouts r join megamcp.image_points p on p.checkpoint = r.checkpoint and p.server = $2
+    join megamcp.images i on i.name = p.image where r.id = $1"""
+
+# The same of a checkpoint.
+POINT = """select i.name, i.host, i.runtime, i.status, i.digest, i.memory
+    from megamcp.image_points p join megamcp.images i on i.name = p.image where p.checkpoint = $1 and p.server = $2"""
+
+# Where a rollout stands. `since` is the journal row after which calls are of now: none of them has a sandbox yet that
+# is made at this point.
+STANDING = """select r.status, r.epoch, r.checkpoint, r.environment, (
+        select max(v.seq) from megamcp.events v
+         where v.rollout = r.id and v.kind in ('open', 'fork', 'checkpoint', 'rollback')) as since
+    from megamcp.rollouts r where r.id = $1"""
+
+PLAN = """insert into megamcp.sandboxes (name, host, environment, server, runtime, rollout, image, seq, modern,
+                                         instructions, owner)
+    values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) on conflict do nothing returning name"""
+
+# A sandbox that is not there (parked, or lost with nothing in it) is made again under another name.
+REPLACE = """update megamcp.sandboxes set name = $2, status = 'creating', owner = $3, host = $4, reason = null
+    where name = $1 and status in ('parked', 'lost') returning name"""
+
+# Ready, if the rollout still stands where it stood when it was begun.
+READY = """update megamcp.sandboxes s set status = 'ready', used_at = clock_timestamp()
+    from megamcp.rollouts r
+    where s.name = $1 and s.status = 'creating' and s.rollout = r.id and r.status = 'open' and r.epoch = $2
+    returning s.name"""
+
+SPOKE = "update megamcp.sandboxes set modern = $2, instructions = $3 where name = $1"
+
+CONDEMN = "update megamcp.sandboxes set status = 'dropping', rollout = null where name = $1"
+USED = "update megamcp.sandboxes set used_at = clock_timestamp() where name = $1"
+
+# The end of a sandbox that nobody asked for. Acknowledged calls that are lost with it are told of in the journal.
+LOST = f"""with gone as (
+    update megamcp.sandboxes s set status = 'lost', reason = $2 where s.name = $1 and s.status = 'ready'
+    returning s.rollout, s.server, s.image, {_CALLED} as called
+), counted as (
+    update megamcp.rollouts r set seq = r.seq + 1 from gone g where r.id = g.rollout and g.called and r.status = 'open'
+    returning r.id, r.seq, r.checkpoint
+)
+insert into megamcp.events (rollout, seq, kind, server, data)
+select c.id, c.seq, 'state_lost', g.server,
+       jsonb_build_object('server', g.server, 'reason', $2::text, 'checkpoint', c.checkpoint)
+  from counted c, gone g"""
+
+# What a keeper that was started anew doesn't have any more.
+LOST_HERE = """select name from megamcp.sandboxes where host = $1 and status = 'ready' and name <> all ($2::text[])"""
+IMAGES_LOST_HERE = """update megamcp.images set status = 'lost'
+    where host = $1 and status = 'ready' and name <> all ($2::text[]) returning name"""
+
+# -- checkpoints ------------------------------------------------------------------------------------------------
+
+# Calls of these servers that run; the rollout's row is locked, so none can begin.
+RUNNING = """select exists (select 1 from megamcp.events v where v.rollout = $1 and v.kind = 'call'
+    and v.state = 'running' and v.server = any ($2::text[]))"""
+
+PLAN_IMAGE = """insert into megamcp.images (name, host, environment, server, runtime, modern, instructions, owner)
+    select $1, s.host, s.environment, s.server, s.runtime, s.modern, s.instructions, $3
+      from megamcp.sandboxes s where s.name = $2"""
+FROZEN = """update megamcp.images set status = 'ready', memory = $2, digest = $3, bytes = $4
+    where name = $1 and status = 'creating' returning name"""
+STANDS_AS = "update megamcp.sandboxes set image = $2, seq = $3 where name = $1"
+CONDEMN_IMAGE = "update megamcp.images set status = 'dropping' where name = $1"
+KEEP_POINT = "insert into megamcp.image_points (checkpoint, server, image) values ($1, $2, $3)"
+
+# After a rollback to checkpoint $2: a sandbox that stands there, and was asked nothing since, is kept; the others are
+# given up.
+MOVE = f"""update megamcp.sandboxes s set status = 'dropping', rollout = null
+    where s.rollout = $1 and (s.status = 'creating' or {_CALLED} or s.image is distinct from (
+        select p.image from megamcp.image_points p where p.checkpoint = $2 and p.server = s.server))
+    returning s.name"""
+
+# A rollout ends: its sandboxes are nobody's.
+LEAVE = "update megamcp.sandboxes set status = 'dropping', rollout = null where rollout = $1 returning name"
+
+# -- the tender's -----------------------------------------------------------------------------------------------
+
+CONDEMN_ORPHANS = """update megamcp.sandboxes set status = 'dropping', rollout = null
+    where status = 'creating' and not megamcp.alive(owner)"""
+CONDEMN_IMAGES = """with old as (
+    select i.name from megamcp.images i
+     where (i.status = 'creating' and not megamcp.alive(i.owner))
+        or (i.status in ('ready', 'lost') and i.created_at < clock_timestamp() - interval '2 s'
+            and not exists (select 1 from megamcp.image_points p where p.image = i.name)
+            and not exists (select 1 from megamcp.sandboxes s where s.image = i.name))
+     limit $1 for update skip locked
+)
+update megamcp.images i set status = 'dropping' from old where i.name = old.name returning i.name"""
+DROP_POINTS = """delete from megamcp.image_points p using megamcp.checkpoints c
+    where c.id = p.checkpoint and c.released_at is not null
+      and not exists (select 1 from megamcp.rollouts r where r.checkpoint = c.id)"""
+DROPPING = "select name from megamcp.sandboxes where host = $1 and status = 'dropping' limit $2"
+DROPPING_IMAGES = "select name from megamcp.images where host = $1 and status = 'dropping' limit $2"
+FORGET = "delete from megamcp.sandboxes where name = $1 and status = 'dropping'"
+FORGET_IMAGE = "delete from megamcp.images where name = $1 and status = 'dropping'"
+KNOWN = "select name from megamcp.sandboxes where host = $1 union all select name from megamcp.images where host = $1"
+
+# Sandboxes that nothing has used for long and that can wait on disk.
+IDLE = f"""select s.name, s.rollout, s.server, s.image, s.seq, {_CALLED} as called from megamcp.sandboxes s
+    where s.host = $1 and s.status = 'ready' and s.runtime <> 'fork' and s.rollout is not null
+      and s.used_at < clock_timestamp() - $2::interval limit $3"""
+PARK = """update megamcp.sandboxes s set status = 'parked', image = $2, seq = r.seq from megamcp.rollouts r
+    where s.name = $1 and s.status = 'ready' and r.id = s.rollout returning s.name"""

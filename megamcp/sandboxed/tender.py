@@ -1,0 +1,127 @@
+"""Keeps sandboxes in order: idle ones go to disk, what nobody needs goes altogether.
+
+Every gateway process runs it for its host's keeper. Each round is bounded, and every step may be cut off: the next
+round, here or elsewhere, takes it up from the rows.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from megamcp.errors import MegaMCPError
+from megamcp.sandboxed import journal as sql
+from megamcp.sandboxed.host import Host
+from megamcp.settings import Settings
+from megamcp.store import Store
+from sandboxes import Client, SandboxError
+
+log = logging.getLogger(__name__)
+
+BATCH = 100
+PAUSE_S = 1.0
+ORPHANS_EACH_S = 30.0
+
+
+class Tender:
+    """Runs `once` every second until cancelled. Starts no keeper: where none runs there is nothing to keep."""
+
+    def __init__(self, store: Store, host: Host, settings: Settings, owner: Callable[[], int]) -> None:
+        self._store = store
+        self._host = host
+        self._settings = settings
+        self._owner = owner
+        self._swept = float("-inf")
+        self._suspects: set[str] = set()
+
+    async def run(self) -> None:
+        """An outage stops nothing: the next round tries again."""
+        while True:
+            try:
+                await self.once()
+            except (MegaMCPError, SandboxError) as error:
+                log.warning("tender of sandboxes: %s", error)
+            except Exception:
+                log.exception("tender of sandboxes")
+            await asyncio.sleep(PAUSE_S)
+
+    async def once(self) -> dict[str, int]:
+        """One round; gives what was done, by step."""
+        if not self._host.opened and not await self._store.value(
+            "select exists (select 1 from megamcp.sandboxes) or exists (select 1 from megamcp.images)"
+        ):
+            return {}
+        keeper, host = await self._host.keeper()
+        await self._store.value(sql.CONDEMN_ORPHANS)
+        await self._store.value(sql.DROP_POINTS)
+        await self._store.rows(sql.CONDEMN_IMAGES, BATCH)
+        return {
+            "parked": await self._park(keeper, host),
+            "removed": await self._remove(keeper, host),
+            "orphans": await self._remove_orphans(keeper, host),
+        }
+
+    async def _park(self, keeper: Client, host: str) -> int:
+        parked = 0
+        after = timedelta(seconds=self._settings.sandbox_park_s)
+        for row in await self._store.rows(sql.IDLE, host, after, BATCH):
+            with contextlib.suppress(SandboxError, MegaMCPError):  # one that is busy now
+                parked += await self._park_one(keeper, row["name"], row["rollout"], row["server"])
+        return parked
+
+    async def _park_one(self, keeper: Client, name: str, rollout: str, server: str) -> bool:
+        async with self._store.transaction() as connection:
+            # No call can begin while the rollout's row is locked. Where it is locked already it isn't idle.
+            if not await connection.fetchval(
+                "select 1 from megamcp.rollouts where id = $1 and status = 'open' for no key update skip locked",
+                rollout,
+            ):
+                return False
+            head = await connection.fetchrow(sql.HEAD, rollout, server)
+            if head is None or head["name"] != name or head["status"] != "ready":
+                return False
+            if await connection.fetchval(sql.RUNNING, rollout, [server]):
+                return False
+            image = head["image"]
+            if head["called"] or image is None:
+                image = f"im_{secrets.token_hex(8)}"
+                await self._store.value(sql.PLAN_IMAGE, image, name, self._owner())
+                frozen = await keeper.freeze(name, image)
+                await self._store.value(sql.FROZEN, image, frozen.memory, frozen.digest, frozen.bytes)
+            if not await connection.fetchval(sql.PARK, name, image):
+                return False
+        await keeper.remove(name)
+        log.info("sandbox %s waits on disk", name)
+        return True
+
+    async def _remove(self, keeper: Client, host: str) -> int:
+        removed = 0
+        for row in await self._store.rows(sql.DROPPING, host, BATCH):
+            await keeper.remove(row["name"])
+            await self._store.value(sql.FORGET, row["name"])
+            removed += 1
+        for row in await self._store.rows(sql.DROPPING_IMAGES, host, BATCH):
+            await keeper.drop(row["name"])
+            await self._store.value(sql.FORGET_IMAGE, row["name"])
+            removed += 1
+        return removed
+
+    async def _remove_orphans(self, keeper: Client, host: str) -> int:
+        """What the keeper has and no row knows: there is none unless rows were lost. Looked at twice: the inventory is
+        older than the rows."""
+        if time.monotonic() - self._swept < ORPHANS_EACH_S:
+            return 0
+        self._swept = time.monotonic()
+        there = await keeper.inventory()
+        names = {info.sandbox for info in there.sandboxes} | set(there.images)
+        known = {row["name"] for row in await self._store.rows(sql.KNOWN, host)}
+        sure = (names - known) & self._suspects
+        self._suspects = names - known
+        for name in sure:
+            log.warning("sandbox or image %s belongs to nothing and is removed", name)
+            await keeper.remove(name)
+            await keeper.drop(name)
+        return len(sure)
