@@ -86,7 +86,7 @@ class ProcessConfig(_Config):
     runtime: Runtime = Runtime.AUTO
     files: str | None = Field(None, description="Folder with what the working folder starts with.")
     image: str | None = Field(None, description="Docker image, or a folder with a root file system.")
-    workdir: str = Field("/work", pattern=r"^/[^:,]*$", description="The working folder, as the server sees it.")
+    workdir: str = Field("/workspace", pattern=r"^/[^:,]*$", description="The working folder, as the server sees it.")
     network: bool = Field(False, description="Whether the server may reach the network.")
     memory_mb: int = Field(1024, ge=16, le=1 << 20)
     disk_mb: int = Field(1024, ge=1, le=1 << 20)

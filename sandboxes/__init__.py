@@ -2,22 +2,6 @@
 
 One *keeper* a host owns every sandbox, mount, layer and image on it (`python -m sandboxes`); it is the only part that
 may need root. A gateway talks to it by `Client`. Three runtimes do the work behind one protocol (`runtime.Runtime`).
-Nothing here knows rollouts, MCP or PostgreSQL, and nothing imports `megamcp`.
+Nothing here knows rollouts, MCP or PostgreSQL, and nothing imports `megamcp`. This file imports nothing: forked servers
+load it too.
 """
-
-from sandboxes.client import Client
-from sandboxes.types import Exited, FileChange, Frozen, Info, Kind, Limits, Pipes, Report, SandboxError, Spec
-
-__all__ = [
-    "Client",
-    "Exited",
-    "FileChange",
-    "Frozen",
-    "Info",
-    "Kind",
-    "Limits",
-    "Pipes",
-    "Report",
-    "SandboxError",
-    "Spec",
-]

@@ -16,6 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
+from sandboxes.forkserver import ForkServer
 from sandboxes.keeper import Keeper
 from sandboxes.runtime import Died, Folders, Runtime
 from sandboxes.types import Kind
@@ -25,7 +26,7 @@ log = logging.getLogger("sandboxes")
 
 def runtimes(folders: Folders, died: Died) -> dict[Kind, Runtime]:
     """All that this version has."""
-    return {}
+    return {Kind.FORK: ForkServer(folders, died)}
 
 
 async def keep(listener: socket.socket, state: Path, *, child: bool) -> None:

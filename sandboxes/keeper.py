@@ -179,10 +179,11 @@ class Keeper:
             case messages.Listing():
                 return self._inventory()
             case messages.Diff(spec=spec, older=older, newer=newer, most=most):
-                before, after = await self._tree(spec, older), await self._tree(spec, newer)
-                return await asyncio.to_thread(files.diff, before, after, most)
+                async with self._tree(spec, older) as before, self._tree(spec, newer) as after:
+                    return await asyncio.to_thread(files.diff, before, after, most)
             case messages.Digest(spec=spec, name=point):
-                return await asyncio.to_thread(files.digest, await self._tree(spec, point))
+                async with self._tree(spec, point) as tree:
+                    return await asyncio.to_thread(files.digest, tree)
         return None
 
     # -- sandboxes ------------------------------------------------------------------------------------------------
@@ -270,11 +271,13 @@ class Keeper:
             images=[image for runtime in self._runtimes.values() for image in runtime.images()],
         )
 
-    async def _tree(self, spec: Spec, name: str | None) -> Path:
+    @asynccontextmanager
+    async def _tree(self, spec: Spec, name: str | None) -> AsyncIterator[Path]:
         runtime = await self._prepare(spec)
         if name is not None and name not in self._sandboxes and name not in runtime.images():
             raise _gone(name)
-        return await runtime.tree(spec, name)
+        async with runtime.tree(spec, name) as tree:
+            yield tree
 
     def _runtime(self, spec: Spec) -> Runtime:
         found = self._runtimes.get(spec.kind)

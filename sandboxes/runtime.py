@@ -1,6 +1,7 @@
 """What a runtime does. The keeper calls it; it owns no client, no socket and no other runtime's things."""
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -65,7 +66,7 @@ class Runtime(Protocol):
         """Those that can be started from."""
         ...
 
-    async def tree(self, spec: Spec, name: str | None) -> Path:
+    def tree(self, spec: Spec, name: str | None) -> AbstractAsyncContextManager[Path]:
         """A folder to read that shows the working folder of a sandbox, of an image, or (None) what it starts with."""
         ...
 

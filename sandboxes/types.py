@@ -48,20 +48,22 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
     `command` is a stdio server's; `entry` (`package.module:attribute`) a Python one's for the fork server. `files` is a
     folder of the host with what the working folder starts with; `content` its hash, so that a spec names a content and
-    not a place. `image` is a Docker image, or a folder that holds a root file system; without it, programs see the
-    host's own programs, read-only. `python` (an interpreter) and `pythonpath` are the fork server's.
+    not a place. `image` is a Docker image, or a folder that holds a root file system; without it, the host's own
+    programs are seen, read-only. `entry` is called with `argument`; `python` (an interpreter) and `pythonpath` are the
+    fork server's.
     """
 
     kind: Kind
     command: tuple[str, ...] = ()
     entry: str | None = None
+    argument: str = ""
     python: str | None = None
     pythonpath: tuple[str, ...] = ()
     image: str | None = None
     files: str | None = None
     content: str | None = None
     environ: dict[str, str] = {}
-    workdir: str = "/work"
+    workdir: str = "/workspace"
     network: bool = False
     limits: Limits = Limits()
 

@@ -26,7 +26,8 @@ from megamcp.failpoints import failpoint
 from megamcp.sandboxed import journal as sql
 from megamcp.sandboxed.host import Host, as_ours, translated
 from megamcp.store import Store
-from sandboxes import Client, Exited, Kind, Limits, Pipes, SandboxError, Spec
+from sandboxes.client import Client
+from sandboxes.types import Exited, Kind, Limits, Pipes, SandboxError, Spec
 
 log = logging.getLogger(__name__)
 

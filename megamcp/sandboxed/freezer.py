@@ -23,7 +23,7 @@ from megamcp.sandboxed import journal as sql
 from megamcp.sandboxed.boxes import Boxes, demand_host
 from megamcp.sandboxed.host import Host, translated
 from megamcp.store import Store
-from sandboxes import Client
+from sandboxes.client import Client
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from typing import Self
 from megamcp.definitions import Runtime
 from megamcp.errors import MegaMCPError, NoCapacity, Unavailable, Unprocessable, UpstreamError
 from megamcp.settings import Settings
-from sandboxes import Client, Exited, Kind, Report, SandboxError
+from sandboxes.client import Client
+from sandboxes.types import Exited, Kind, Report, SandboxError
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from megamcp.sandboxed import journal as sql
 from megamcp.sandboxed.host import Host
 from megamcp.settings import Settings
 from megamcp.store import Store
-from sandboxes import Client, SandboxError
+from sandboxes.client import Client
+from sandboxes.types import SandboxError
 
 log = logging.getLogger(__name__)
 

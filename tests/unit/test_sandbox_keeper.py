@@ -6,13 +6,16 @@ import os
 import shutil
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from sandboxes import Client, Exited, Frozen, Kind, Pipes, Report, SandboxError, Spec, files
+from sandboxes import files
+from sandboxes.client import Client
 from sandboxes.keeper import Keeper
 from sandboxes.runtime import Died, Folders
+from sandboxes.types import Exited, Frozen, Kind, Pipes, Report, SandboxError, Spec
 
 SPEC = Spec(kind=Kind.CRIU, command=("/bin/cat",))
 
@@ -74,10 +77,12 @@ class FilesOnly:
     def images(self) -> list[str]:
         return [path.name for path in (self.folders.state / "images").iterdir()]
 
-    async def tree(self, spec: Spec, name: str | None) -> Path:
+    @asynccontextmanager
+    async def tree(self, spec: Spec, name: str | None) -> AsyncIterator[Path]:
         if name is None:
-            return self.folders.template(spec.template)
-        return self.folders.sandbox(name) if name in self.processes else self.folders.image(name)
+            yield self.folders.template(spec.template)
+        else:
+            yield self.folders.sandbox(name) if name in self.processes else self.folders.image(name)
 
     async def recover(self) -> None:
         for name in ("templates", "sandboxes", "images"):
