@@ -76,6 +76,8 @@ class _Life:
 
     def close(self) -> None:
         for transport in self._transports:
+            if transport.is_closing():
+                continue
             if isinstance(transport, asyncio.WriteTransport):
                 transport.abort()
             else:

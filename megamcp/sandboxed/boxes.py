@@ -308,7 +308,8 @@ def spec_of(server: LoadedServer, environment: LoadedEnvironment, kind: Kind) ->
     return Spec(
         kind=kind,
         command=(config.command, *config.args) if config.command else (),
-        entry=config.entry,
+        entry="megamcp.sdk.lines:Lines" if config.entry else None,
+        argument=config.entry or "",
         python=sys.executable if config.entry else None,
         pythonpath=(str(environment.folder),) if config.entry else (),
         image=process.image,

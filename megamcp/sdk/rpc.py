@@ -207,6 +207,21 @@ class Request:
         return ToolCall(params.name, arguments, bytes(self.meta.token) if self.meta is not None else b"")
 
 
+def check_line(request: Request) -> None:
+    """The same as `check_envelope` where there are no headers. Raises RpcError."""
+    try:
+        request.meta = _decode_params(request.params).meta
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RpcError(INVALID_PARAMS, f"params: {error}") from error
+    if request.meta is None or request.meta.version is None:
+        return
+    request.modern = True
+    if not request.meta.capabilities:
+        raise RpcError(INVALID_PARAMS, f"params._meta must carry {_CAPABILITIES_KEY!r}")
+    if request.meta.version != MODERN:
+        raise _unsupported(str(request.meta.version))
+
+
 def _unsupported(version: str) -> RpcError:
     data = {"supported": [MODERN, *HANDSHAKE], "requested": version}
     return RpcError(UNSUPPORTED_VERSION, "Unsupported protocol version", data)

@@ -5,6 +5,7 @@ Holds the registry and runs one tool for one call; the exactly-once protocol is 
 many times.
 """
 
+import asyncio
 import functools
 import inspect
 import logging
@@ -86,6 +87,30 @@ class Tool:
         context: Context,
     ) -> Outcome:
         """Every exception of the tool becomes an outcome; only cancellation passes."""
+        self._inject(arguments, lease=lease, clock=clock, random=random, context=context)
+        try:
+            if self.signature.is_async:
+                value = await self.function(**arguments)
+            else:
+                bound = functools.partial(self.function, **arguments)
+                value = await anyio.to_thread.run_sync(bound, abandon_on_cancel=True)
+        except Exception as error:
+            return self._raised(error)
+        return self._returned(value)
+
+    def run_here(self, arguments: dict[str, Any], *, clock: Clock, random: Random, context: Context) -> Outcome:
+        """`run` to its end in this thread, for a server without a state of ours. An `async def` tool gets an event loop
+        of its own, of which nothing is left afterwards."""
+        self._inject(arguments, lease=None, clock=clock, random=random, context=context)
+        try:
+            value = asyncio.run(self.function(**arguments)) if self.signature.is_async else self.function(**arguments)
+        except Exception as error:
+            return self._raised(error)
+        return self._returned(value)
+
+    def _inject(
+        self, arguments: dict[str, Any], *, lease: Lease | None, clock: Clock, random: Random, context: Context
+    ) -> None:
         for name, kind in self.signature.injected.items():
             match kind:
                 case Injected.DB:
@@ -97,17 +122,14 @@ class Tool:
                     arguments[name] = random
                 case Injected.CONTEXT:
                     arguments[name] = context
-        try:
-            if self.signature.is_async:
-                value = await self.function(**arguments)
-            else:
-                bound = functools.partial(self.function, **arguments)
-                value = await anyio.to_thread.run_sync(bound, abandon_on_cancel=True)
-        except Exception as error:
-            outcome, expected = from_exception(error)
-            if not expected:
-                log.error("tool %s raised", self.name, exc_info=error)
-            return outcome
+
+    def _raised(self, error: Exception) -> Outcome:
+        outcome, expected = from_exception(error)
+        if not expected:
+            log.error("tool %s raised", self.name, exc_info=error)
+        return outcome
+
+    def _returned(self, value: Any) -> Outcome:
         try:
             return success(value, self.signature.output, self.signature.wraps)
         except (ValidationError, PydanticSerializationError, ValueError) as error:

@@ -149,6 +149,7 @@ class ForkServer:
         else:
             (base / "work").mkdir()
         (base / "tmp").mkdir()
+        code = [await _readable(Path(path), folder / "code" / str(n)) for n, path in enumerate(spec.pythonpath)]
         for name in ("run", "images"):
             (folder / name).mkdir()
         await asyncio.to_thread(_own, folder, uid)
@@ -163,7 +164,7 @@ class ForkServer:
                 hint="Choose another workdir.",
             )
         plan = {
-            "show": [*_SHOWN, *readable],
+            "show": [*_SHOWN, *readable, *(path for path in code if not path.startswith("/.layers/"))],
             "layers": str(folder),
             "folders": ["/.room", "/tmp", spec.workdir],
             "uid": uid,
@@ -176,6 +177,7 @@ class ForkServer:
                 spec.entry,
                 spec.argument,
                 *readable,
+                *code,
             ],
             "environ": {
                 "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -183,7 +185,7 @@ class ForkServer:
                 "LANG": "C.UTF-8",
                 "PYTHONDONTWRITEBYTECODE": "1",
                 **spec.environ,
-                "PYTHONPATH": os.pathsep.join([*spec.pythonpath, _PACKAGES]),
+                "PYTHONPATH": os.pathsep.join([*code, _PACKAGES]),
             },
         }
         with printed.open("wb") as output:
@@ -382,6 +384,15 @@ def _interpreter(spec: Spec) -> list[str]:
     python = Path(spec.python or sys.executable)
     found = {str(python.parent.parent), str(Path(os.path.realpath(python)).parent.parent), _PACKAGES}
     return sorted(found | set(spec.pythonpath))
+
+
+async def _readable(source: Path, copy: Path) -> str:
+    """Where the server sees a folder of code: where it is, or a copy if only its owner may read it."""
+    if os.geteuid() != 0 or all(path.stat().st_mode & 0o004 for path in (source, *source.rglob("*.py"))):
+        return str(source)
+    copy.parent.mkdir(exist_ok=True)
+    await layers.copy(source, copy)
+    return f"/.layers/code/{copy.name}"
 
 
 def _own(folder: Path, uid: int) -> None:

@@ -1,0 +1,74 @@
+"""A tool server behind lines, without an event loop: what a sandbox of the fork server runs.
+
+One JSON-RPC message a line, answered one after another, each to its end in the calling thread; nothing is left alive
+between two lines, so that the process can be forked there. Tools work on what they keep in memory and in the working
+folder: a rollout's database is not for them (state of kinds `schema` and `database` is).
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from megamcp.sdk import rpc
+from megamcp.sdk.inject import Clock, Context, Random
+from megamcp.sdk.process import load_entry
+from megamcp.sdk.results import Outcome
+from megamcp.sdk.rpc import RpcError
+from megamcp.sdk.server import Server
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[bytes], None]
+
+
+class Lines:
+    """`entry` is a tool server, or where to find one (`package.module:attribute`). Raises EntryError."""
+
+    def __init__(self, entry: str | Server) -> None:
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        self._server = entry if isinstance(entry, Server) else load_entry(entry)
+        self._static = rpc.StaticAnswers(self._server)
+
+    def handle(self, line: bytes, send: Send) -> None:
+        """Answers one message, if it wants an answer."""
+        number = b"null"
+        try:
+            request = rpc.parse(line)
+            if request.id is None:
+                return
+            number = request.id
+            rpc.check_line(request)
+            if request.method != "tools/call":
+                result = self._static.answer(request)
+            else:
+                result = self._call(request, send).result
+            send(b'{"jsonrpc":"2.0","id":%b,"result":%b}' % (number, result))
+        except RpcError as error:
+            send(error.body(number))
+        except Exception:
+            log.exception("a request failed")
+            code = {"code": "internal"}
+            send(RpcError(rpc.INTERNAL_ERROR, "Internal error of the tool server.", code).body(number))
+
+    def _call(self, request: rpc.Request, send: Send) -> Outcome:
+        call = request.tool_call()
+        tool = self._server.tools.get(call.name)
+        if tool is None:
+            raise RpcError(rpc.INVALID_PARAMS, f"Unknown tool: {call.name}", {"code": "unknown_tool"})
+        if tool.needs_state:
+            message = f"Tool {tool.name} works on a database, and this server keeps its state in a process."
+            raise RpcError(rpc.INVALID_PARAMS, message, {"code": "no_state"})
+        parsed = tool.parse(call.arguments)
+        if isinstance(parsed, Outcome):
+            return parsed
+
+        async def report(progress: float, total: float | None, message: str | None) -> None:
+            params = {"progressToken": msgspec.Raw(call.progress_token), "progress": progress}
+            more = {"total": total, "message": message}
+            params |= {name: value for name, value in more.items() if value is not None}
+            send(msgspec.json.encode({"jsonrpc": "2.0", "method": "notifications/progress", "params": params}))
+
+        context = Context(tool.name, report if call.progress_token else None)
+        return tool.run_here(parsed, clock=Clock(), random=Random(), context=context)

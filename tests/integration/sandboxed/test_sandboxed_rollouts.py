@@ -1,0 +1,67 @@
+"""Checkpoint, fork and rollback of a server that keeps its state in a process and in files."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from megamcp.client import Conflict, Rollout, UpstreamError
+from tests.integration.sandboxed.conftest import Sandboxed
+
+
+async def seen(rollout: Rollout) -> Any:
+    """What its memory holds; the file must hold the same."""
+    found = (await rollout.call("notes")).structured
+    assert found["memory"] == found["file"]
+    return found["memory"]
+
+
+async def test_what_a_sandbox_knows_is_its_rollouts_own(running: Sandboxed) -> None:
+    a, b = await running.client.open_many("notes", 2)
+    await asyncio.gather(a.call("add", text="one"), b.call("add", text="two"))
+    assert await seen(a) == ["one"]
+    assert await seen(b) == ["two"]
+
+
+async def test_a_fork_starts_as_the_checkpoint_and_goes_its_own_way(running: Sandboxed) -> None:
+    rollout = await running.client.open("notes")
+    await rollout.call("add", text="one")
+    point = await rollout.checkpoint()
+    await rollout.call("add", text="of the parent")
+    left, right = await point.fork(count=2)
+    await left.call("add", text="left")
+    assert await seen(left) == ["one", "left"]
+    assert await seen(right) == ["one"]
+    assert await seen(rollout) == ["one", "of the parent"]
+    grandchild = (await (await left.checkpoint()).fork())[0]
+    await grandchild.call("add", text="deep")
+    assert await seen(grandchild) == ["one", "left", "deep"]
+    assert await seen(left) == ["one", "left"]
+
+
+async def test_a_rollback_restores_memory_and_files(running: Sandboxed) -> None:
+    rollout = await running.client.open("notes")
+    await rollout.call("add", text="kept")
+    point = await rollout.checkpoint()
+    for attempt in ("first", "second"):
+        await rollout.call("add", text=attempt)
+        assert await seen(rollout) == ["kept", attempt]
+        await rollout.rollback(point)
+        assert await seen(rollout) == ["kept"]
+
+
+async def test_a_sandbox_that_dies_is_told_until_its_rollout_goes_back(running: Sandboxed) -> None:
+    rollout = await running.client.open("notes")
+    await rollout.call("add", text="kept")
+    point = await rollout.checkpoint()
+    await rollout.call("add", text="lost")
+    with pytest.raises(UpstreamError, match="ended"):
+        await rollout.call("crash")
+    for _ in range(2):
+        with pytest.raises(Conflict) as told:
+            await rollout.call("notes")
+        assert told.value.code == "state_lost"
+        assert point.id in str(told.value.hint)
+    await rollout.rollback(point)
+    assert await seen(rollout) == ["kept"]
+    assert "state_lost" in [event.kind for event in await rollout.events()]
