@@ -159,6 +159,8 @@ class ServerConfig(_Config):
                 f"state of kind database and no {DSN} in args or env: write it where the server is to find the DSN of "
                 "its database"
             )
+        if isinstance(self.state, ProcessConfig) and any(DSN in text for text in told):
+            raise ValueError(f"{DSN} in args or env, but only state of kind database has a DSN")
         return self
 
 

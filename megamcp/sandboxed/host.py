@@ -178,14 +178,20 @@ def as_ours(error: SandboxError, server: str | None) -> MegaMCPError:
             return UpstreamError(message, code="tool_server_start_failed", hint=hint)
         case "disk_full":
             return NoCapacity(message, code="disk_full", hint=hint)
-        case "not_available" | "invalid_spec" | "not_forkable":
-            return Unprocessable(message, code=f"sandbox_{error.code}", hint=hint)
+        case "not_available" | "invalid_spec":
+            return Unprocessable(message, code="sandbox_unsupported", hint=hint)
+        case "not_forkable":
+            return Unprocessable(
+                message,
+                code="not_forkable",
+                hint="Close what is open between calls, or give the server another runtime (criu).",
+            )
         case "busy":
             return NoCapacity(message, code="sandbox_busy", hint=hint)
         case "keeper_lost":
             return Unavailable(message, code="sandboxes_unavailable", hint=hint)
         case _:
-            return UpstreamError(message, code=f"sandbox_{error.code}", hint=hint)
+            return UpstreamError(message, code="sandbox_failed", hint=hint)
 
 
 def _short(folder: str) -> str:

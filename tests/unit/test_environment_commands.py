@@ -31,11 +31,21 @@ def test_an_mcp_json_with_a_command_loads_when_it_says_its_database(tmp_path: Pa
     assert (config.command, config.restart, config.cwd) == ("npx", "never", None)
 
 
-@pytest.mark.parametrize("state", [None, {"kind": "none"}])
-def test_a_command_without_a_database_is_refused_with_the_way_out(tmp_path: Path, state: Any) -> None:
-    error = refusal(tmp_path, command="npx", args=["{dsn}"], **({"state": state} if state else {}))
+def test_a_command_without_a_word_on_its_state_gets_a_sandbox(tmp_path: Path) -> None:
+    assert source(tmp_path, command="npx", args=["-y", "server"]).config.servers["db"].state.kind == "process"
+
+
+def test_a_command_without_state_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    error = refusal(tmp_path, command="npx", args=["-y", "server"], state={"kind": "none"})
     assert error.code == "unsupported_server"
-    assert "state of kind database, not none" in error.message
+    assert "state of kind process or database, not none" in error.message
+
+
+@pytest.mark.parametrize("state", [None, {"kind": "process"}])
+def test_a_command_that_wants_a_database_and_has_none_is_refused(tmp_path: Path, state: Any) -> None:
+    error = refusal(tmp_path, command="npx", args=["{dsn}"], **({"state": state} if state else {}))
+    assert error.code == "invalid_environment"
+    assert "only state of kind database has a DSN" in error.message
 
 
 def test_a_command_on_a_schema_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamcp.relay import messages
-from megamcp.relay.backend import Backend, Route
+from megamcp.relay.backend import Backend, Gate, Route
 from megamcp.relay.memory import WHOLE_LIMIT
 from megamcp.relay.messages import Client, Server, message
 from megamcp.relay.session import Session
@@ -39,6 +39,16 @@ class Tape(asyncio.Transport):
         return 0
 
 
+class Marked(Gate):
+    """A gate whose messages can be told from others."""
+
+    def enter(self) -> bytes:
+        return ENTER
+
+    def leave(self) -> bytes:
+        return LEAVE
+
+
 class Stage:
     """A session between two tapes."""
 
@@ -54,7 +64,7 @@ class Stage:
             self.client, nowhere, {}, patience_s=60, connect_timeout_s=5, on_end=lambda: self.ended.append(True)
         )
         self.ended: list[bool] = []
-        self.session._take(Backend(self.backend, Route("/", 1, "d", "u", "p"), 1, b"key!", ENTER, LEAVE, {}))
+        self.session._take(Backend(self.backend, Route("/", 1, "d", "u", "p"), 1, b"key!", Marked(1, 2), {}))
         self.client.attach(self.session)
 
     def says(self, wire: Wire, data: bytes, cuts: list[int]) -> None:
