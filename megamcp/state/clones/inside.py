@@ -26,7 +26,6 @@ _FREEZE = """select m.*, (select o.sum from megamcp.marks o where o.position = 0
 
 log = logging.getLogger(__name__)
 
-TOO_SLOW = "rewind_too_slow"
 HandSession = Callable[[], AbstractAsyncContextManager[asyncpg.Connection]]
 
 _CALLS = """select id, nonce, rollout, server, epoch, mode, tool, arguments, outcome, result, is_error, idempotency_key,
@@ -122,7 +121,7 @@ class Inside:
         try:
             await self.rewind(position, within_s=within_s)
         except (Conflict, DeadlineExceeded) as error:
-            if error.code not in ("not_exact", TOO_SLOW):
+            if error.code not in ("not_exact", "rewind_too_slow"):
                 raise
             log.warning("database can't go back to position %d row by row: %s %s", position, error, error.hint)
             return False
@@ -175,7 +174,7 @@ class Inside:
                 if isinstance(error, TimeoutError):
                     raise DeadlineExceeded(
                         f"The rows could not be put back within {within_s:g} s.",
-                        code=TOO_SLOW,
+                        code="rewind_too_slow",
                         hint="Nothing was changed. MEGAMCP_REWIND_TIMEOUT_S sets the limit.",
                     ) from error
                 raise
