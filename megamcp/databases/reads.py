@@ -99,11 +99,7 @@ class Reads:
     @asynccontextmanager
     async def connection(self, spot: Spot) -> AsyncIterator[asyncpg.Connection]:
         """A connection of the database's own login, for a query: as little as an agent may, it may more than read."""
-        if spot.live is not None:
-            assert spot.cluster is not None
-            place = await self._databases.placed(spot.cluster, spot.live)
-        else:
-            place, _ = await self._view(spot)
+        place, _ = await self._place(spot)
         connection = await asyncpg.connect(
             place.dsn, statement_cache_size=0, server_settings={"application_name": "megamcp query"}
         )
@@ -115,15 +111,16 @@ class Reads:
 
     @asynccontextmanager
     async def _standing(self, spot: Spot) -> AsyncIterator[tuple[Inside, dict[str, int]]]:
+        place, lineage = await self._place(spot)
+        async with place.cluster.hold(place.name, patience_s=_PATIENCE_S) as inside:
+            yield inside, lineage
+
+    async def _place(self, spot: Spot) -> tuple[Place, dict[str, int]]:
+        """The database that stands at the point, and its lineage."""
         if spot.live is None:
-            place, lineage = await self._view(spot)
-            async with place.cluster.hold(place.name, patience_s=_PATIENCE_S) as inside:
-                yield inside, lineage
-            return
+            return await self._view(spot)
         assert spot.cluster is not None
-        cluster = await self._databases.clusters.named(spot.cluster)
-        async with cluster.hold(spot.live, patience_s=_PATIENCE_S) as inside:
-            yield inside, spot.lineage
+        return await self._databases.placed(spot.cluster, spot.live), spot.lineage
 
     async def _view(self, spot: Spot) -> tuple[Place, dict[str, int]]:
         key = (spot.point.database, spot.point.position) if spot.point else (str(spot.server.database), -1)

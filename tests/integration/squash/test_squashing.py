@@ -213,6 +213,26 @@ async def test_a_sweep_that_fails_anywhere_is_done_by_the_next_round(
     assert left <= {*await world.chain(rollout), *await heads(world, rollout)}
 
 
+async def test_two_checkpoints_that_end_with_one_layer_are_squashed_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both want the number after that layer; who comes second leaves it to another round."""
+    rollout = await world.one()
+    points = await trajectory(world, rollout, 8)
+    (fork,) = await world.fork(points[-1]["id"])
+    same = await world.checkpoint(fork)  # nothing was written: the chain is the same
+    monkeypatch.setenv(failpoints.VARIABLE, "squash.built=sleep:0.3@1")
+    failpoints.reset()
+    both = [world.services.squasher.squash(point["id"]) for point in (points[-1], same)]
+    assert sorted(await asyncio.gather(*both)) == [False, True]
+    monkeypatch.delenv(failpoints.VARIABLE)
+    await squash(world)
+    for one in (rollout, fork):
+        assert len(await world.chain(one)) <= MOST
+        assert await world.digest(one) == points[-1]["digest"]
+        assert (await world.call(one, "items"))["k7"] == "7"
+
+
 async def heads(world: World, rollout: str) -> list[int]:
     return [row["layer"] for row in await world.execute("select layer from megamcp.rollouts where id = $1", rollout)]
 
