@@ -15,6 +15,8 @@ from tests.integration.databases.shop import Shop, SqlFailed
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FOREVER = "select count(*) from generate_series(1, 1000000) a, generate_series(1, 1000000) b"
+SPILLING = """with big as materialized (select repeat('x', 8000) from generate_series(1, 1000000))
+    select count(*) from big, big again"""
 MILLION = "select n, repeat('x', 10) as word from generate_series(1, 1000000) n"
 
 
@@ -193,3 +195,18 @@ async def test_a_fork_of_a_rollout_whose_login_changed_itself_is_untouched(shop:
     fork = (await shop.fork((await shop.checkpoint(rollout))["id"]))[0]
     assert await shop.read(fork, "show search_path") != [["nowhere"]]
     assert (await shop.read(fork, "select count(*) from books"))[0][0] > 10
+
+
+async def test_a_statement_that_spills_without_end_is_refused_and_the_rollout_goes_on(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "create table kept (n int)")
+    with pytest.raises(SqlFailed, match=r"temporary file size exceeds .*temp_file_limit.* \(2097152kB\)"):
+        await shop.run(rollout, SPILLING)
+    await shop.run(rollout, "insert into kept values (1)")
+    connection = await asyncpg.connect((await shop.services.door.dsn(rollout, None))["dsn"])
+    with pytest.raises(asyncpg.InsufficientPrivilegeError):
+        await connection.execute("set temp_file_limit = -1")
+    with pytest.raises(asyncpg.ConfigurationLimitExceededError):
+        await connection.execute(SPILLING)
+    assert await connection.fetchval("select n from kept") == 1
+    await connection.close()
