@@ -10,9 +10,6 @@ Promised: nothing of a transaction is sent twice, and none of it before `enter` 
 got is the backend's own; a backend that ends within a transaction is told to the client (57P01), which then decides; a
 client reaches the route of its login and cancels its own queries only.
 
-Known gap: DISCARD ALL lets go of the lock of `enter` before it is answered; whoever ends backends just then ends that
-one within its transaction.
-
 Not done: TLS (it is declined), replication, pooling (each client has a backend of its own), retrying of transactions,
 parsing of SQL.
 """

@@ -47,6 +47,21 @@ class Conversation:
         return not (self._owed or self._unsynced or self._skipping or self._copying) and self._status == ord("I")
 
     @property
+    def answered(self) -> bool:
+        """Nothing that was passed on waits for an answer, but for what only a Sync will be told."""
+        return not self._owed
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the backend will read a query that is sent now."""
+        return not (self._skipping or self._copying)
+
+    @property
+    def in_transaction(self) -> bool:
+        """By the last ReadyForQuery."""
+        return self._status != ord("I")
+
+    @property
     def copying(self) -> bool:
         """The backend takes nothing but COPY data."""
         return self._copying

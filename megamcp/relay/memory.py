@@ -187,4 +187,5 @@ class Memory:
 
 
 def _run(sql: str, *values: str) -> bytes:
-    return messages.parse("", sql) + messages.bind("", values) + messages.EXECUTE + messages.SYNC
+    statement = messages.parse("", sql) + messages.bind("", values) + messages.EXECUTE
+    return statement + messages.close_statement("") + messages.SYNC  # a client's Bind must not find it

@@ -185,6 +185,7 @@ def bind(statement: str, values: Iterable[str]) -> bytes:
 
 EXECUTE = message(Client.EXECUTE, b"\0\0\0\0\0")
 SYNC = message(Client.SYNC)
+FLUSH = message(Client.FLUSH)
 
 
 def close_statement(name: str) -> bytes:

@@ -23,6 +23,8 @@ from megamcp.relay import backend as backends
 from megamcp.relay import messages
 from megamcp.relay.backend import Backend, Route
 from megamcp.relay.conversation import Conversation
+from megamcp.relay.discards import ANSWER, Discards, is_fatal
+from megamcp.relay.farewells import AWAY, BUSY, LOST, TOO_MUCH
 from megamcp.relay.login import Turned
 from megamcp.relay.memory import WHOLE_LIMIT, Memory
 from megamcp.relay.messages import Client, ProtocolViolation, Server
@@ -37,6 +39,7 @@ _OWN_LIMIT: Final = 1 << 20  # bytes of a message that is read and not passed on
 _LOOK_LIMIT: Final = 4 << 20  # bytes of all rows of a look
 _PASSING: Final = frozenset(("57014", "55P03", "40001", "40P01"))
 _KEPT_WHOLE: Final = frozenset((Client.PARSE, Client.CLOSE, Client.QUERY))
+_KEPT_TOO: Final = frozenset((Client.BIND, Client.EXECUTE))  # while a DISCARD ALL is prepared
 _READ_WHOLE: Final = frozenset((Server.READY, Server.PARAMETER_STATUS, Server.COMMAND_COMPLETE))
 _BULK: Final = frozenset((Server.DATA_ROW, Server.COPY_DATA))  # they say nothing about what is owed
 _ANY_TIME: Final = frozenset((Server.NOTIFICATION, Server.PARAMETER_STATUS))
@@ -81,6 +84,9 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._memory = Memory()
         self._talk = Conversation(self._memory)
+        self._discards = Discards()
+        self._alone = False  # what travels alone is under way
+        self._at_first: dict[str, str] = {}  # what the first backend reported
         self._backend: Backend | None = None
         self._asked: deque[_Asked] = deque()
         self._inside = False
@@ -106,7 +112,7 @@ class Session:
         backend = await self._found()
         if backend is None:
             return
-        self._memory.reported = dict(backend.reported)
+        self._memory.reported, self._at_first = dict(backend.reported), backend.reported
         statuses = b"".join(messages.parameter_status(*pair) for pair in backend.reported.items())
         self._client.write(
             messages.authentication(0) + statuses + messages.message(Server.BACKEND_KEY, key) + messages.ready()
@@ -115,7 +121,7 @@ class Session:
         self._client.attach(self)
 
     def _give_up(self) -> None:
-        self.fail(*(_BUSY if self._entering else _AWAY))
+        self.fail(*(BUSY if self._entering else AWAY))
 
     def fail(self, sqlstate: str, text: str, hint: str | None = None) -> None:
         """Ends the session with an error."""
@@ -179,17 +185,34 @@ class Session:
             return
         if self._backend is None or wire is not self._backend.wire:
             return
-        quiet = (not self._inside or self._talk.idle) and not self._rest
+        quiet = (not self._inside or self._talk.idle or self._discarded_by_its_end()) and not self._rest
         self._forget_backend()
         if not quiet:
-            self._end(b"" if self._told else messages.error_response(*_LOST[:2], hint=_LOST[2]))
+            self._end(b"" if self._told else messages.error_response(*LOST[:2], hint=LOST[2]))
         elif self._memory.too_much:
-            self.fail(*_TOO_MUCH)
+            self.fail(*TOO_MUCH)
         elif self._held or self._memory.channels:
             self._look_for_backend()
 
+    def _discarded_by_its_end(self) -> bool:
+        """Whether all that was under way is a DISCARD ALL, which the end of its backend is as well: it is answered."""
+        kind = self._discards.under_way
+        if kind is None or self._skip or self._talk.in_transaction:
+            return False
+        changed = {k: v for k, v in self._at_first.items() if self._memory.reported.get(k) != v}
+        self._memory.reported |= changed
+        said = b"".join(messages.parameter_status(*pair) for pair in changed.items())
+        if not self._memory.discarded:
+            self._memory.completed(b"DISCARD ALL")
+            said += ANSWER
+        self._client.write(said + (messages.ready() if kind == Client.QUERY else b""))
+        self._talk = Conversation(self._memory)
+        return True
+
     def _forget_backend(self) -> None:
         self._backend = None
+        self._alone = False
+        self._discards.answered(self._memory.discarded)
         self._inside = False
         self._asked.clear()
         self._partial, self._skip = b"", 0
@@ -212,7 +235,7 @@ class Session:
             self.fail("08P01", str(error))
 
     def _pass_messages(self) -> None:
-        data, position, size = bytes(self._held), 0, len(self._held)
+        data, position, size, flush = bytes(self._held), 0, len(self._held), False
         self._need = 1
         while position < size:
             if self._rest:
@@ -226,7 +249,7 @@ class Session:
             kind, length = data[position], int.from_bytes(data[position + 1 : position + 5], "big")
             messages.check_client_message(kind, length)
             whole = b""
-            if kind in _KEPT_WHOLE and length < WHOLE_LIMIT:
+            if (kind in _KEPT_WHOLE or (kind in _KEPT_TOO and self._discards.wary)) and length < WHOLE_LIMIT:
                 if size - position <= length:
                     self._need = length + 1
                     break
@@ -237,6 +260,13 @@ class Session:
                 return
             if not self._may_pass():
                 break
+            if self._discards.alone(kind, whole):
+                flush = kind == Client.EXECUTE or not self._talk.answered
+                if not self._talk.answered:
+                    break
+                self._alone = self._talk.is_read
+            if self._talk.is_read:
+                self._discards.sent(kind, whole)
             if kind in (Client.PARSE, Client.QUERY):
                 self._memory.read(whole)
             self._talk.sent(kind, whole)
@@ -244,6 +274,8 @@ class Session:
         if position:
             self._pass_on(data[:position] if position < size else data)
             del self._held[:position]
+        if flush:
+            self._pass_on(messages.FLUSH)
         self._throttle()
         self._settle()
 
@@ -258,7 +290,7 @@ class Session:
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None
-        return not (self._overdue and self._talk.will_be_ready)
+        return not (self._alone or (self._overdue and self._talk.will_be_ready))
 
     @property
     def _overdue(self) -> bool:
@@ -276,6 +308,12 @@ class Session:
             self._look_for_backend()
         elif not self._entering:
             self._ask(Errand.ENTER)
+
+    def _not_alone(self) -> None:
+        """What travelled alone was answered. After a DISCARD ALL the session enters again, within its batch too."""
+        self._alone = False
+        self._discards.answered(self._memory.discarded)
+        self._inside = self._inside and (self._talk.idle or not self._memory.discarded)
 
     def _settle(self) -> None:
         """If nothing is under way, the session goes out, now or in a moment."""
@@ -349,7 +387,11 @@ class Session:
         while size - position >= 5:
             kind = data[position]
             end = position + 1 + int.from_bytes(data[position + 1 : position + 5], "big")
+            discarding = kind == Server.ERROR and self._discards.under_way is not None
+            if discarding and end > size:
+                break
             own = (bool(self._asked) or kind == Server.ERROR) and self._is_own(kind)
+            own = own or (discarding and is_fatal(data[position + 5 : end]))
             if own or kind in _READ_WHOLE:
                 if end - position > _OWN_LIMIT:
                     self.fail("08P01", "The backend sent a message that the relay can't take.")
@@ -371,8 +413,7 @@ class Session:
                     self._talk.received(kind, body)
             elif kind not in _BULK:
                 if kind == Server.ERROR:
-                    head = data[position + 5 : position + 60]
-                    self._told = b"\0VFATAL\0" in head or b"\0VPANIC\0" in head
+                    self._told = is_fatal(data[position + 5 : position + 60])
                 self._talk.received(kind)
             position = end
         if position > size:
@@ -380,8 +421,10 @@ class Session:
         if start < position:
             self._client.write(data[start:position] if start or position < size else data)
         self._partial = data[position:]
+        if self._alone and self._talk.answered:
+            self._not_alone()
         self._settle()
-        if self._held and self._inside and len(self._held) >= self._need:
+        if self._held and len(self._held) >= self._need and (self._inside or not self._talk.idle):
             self._pump()
 
     def _is_own(self, kind: int) -> bool:
@@ -454,25 +497,3 @@ class Session:
                 self._patience.cancel()
                 self._patience = None
             self._throttle()
-
-
-_AWAY: Final = (
-    "57P03",
-    "The database of this login can't be reached at the moment.",
-    "Try again. It is being moved, or its server is away or has no connection left.",
-)
-_BUSY: Final = (
-    "55P03",
-    "The rollout's database is kept by another transaction or call.",
-    "End the transactions that other clients have open, or try again: who waits for one of them keeps others out.",
-)
-_LOST: Final = (
-    "57P01",
-    "terminating connection: the backend ended within a transaction",
-    "If it was committing, look whether the commit took effect before you repeat it.",
-)
-_TOO_MUCH: Final = (
-    "57P01",
-    "terminating connection: it holds more prepared statements than the relay takes along to another backend",
-    "Connect again. Close statements that are not needed any more.",
-)
