@@ -318,5 +318,5 @@ def _invalid(file: Path, reason: str, **extra: Any) -> Unprocessable:
 
 def database_hash(scripts: Sequence[Script]) -> str:
     """16 hex digits of everything that a database is made from."""
-    parts = ["database 3", *(script.content for script in scripts)]
+    parts = ["database 4", *(script.content for script in scripts)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -91,11 +91,15 @@ class Access:
 
     @asynccontextmanager
     async def hand(self, name: str) -> AsyncIterator[Any]:
-        """A connection of the database's hand, which is made when it's first needed."""
+        """A connection of the database's hand, which is made when it's first needed.
+
+        Functions of the user's run in it. Of what they leave (settings, temporary tables, statements under the name of
+        another) nothing is there the next time.
+        """
         role = logins.hand(name)
         if name in self._hands:
             with contextlib.suppress(asyncpg.InvalidPasswordError, asyncpg.InvalidAuthorizationSpecificationError):
-                async with self.sessions.use(name, self.dsn_for(name, role, self._hands[name])) as connection:
+                async with self._hand_session(name, role) as connection:
                     yield connection
                     return
         password = secrets.token_hex(32)
@@ -103,7 +107,14 @@ class Access:
             exists = await admin.fetchval("select exists (select from pg_roles where rolname = $1)", role)
             await admin.execute(logins.hand_login(name, password, exists=exists))
         self._hands[name] = password
-        async with self.sessions.use(name, self.dsn_for(name, role, password)) as connection:
+        async with self._hand_session(name, role) as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def _hand_session(self, name: str, role: str) -> AsyncIterator[Any]:
+        dsn = self.dsn_for(name, role, self._hands[name])
+        async with self.sessions.use(name, dsn, shared=True) as connection:
+            await connection.execute("discard all")
             yield connection
 
     def forget_hand(self, database: str) -> None:

@@ -1,7 +1,7 @@
 """Rows of the log as JSON: what a diff shows.
 
-Runs on a connection of the database's hand, since types of the user's own may have casts to JSON. Generated columns are
-left out: the log doesn't have them.
+Runs on a connection of the database's hand, since types of the user's own may have casts to JSON. What these do to the
+session is taken back before the next statement. Generated columns are left out: the log doesn't have them.
 """
 
 import json
@@ -14,20 +14,25 @@ import asyncpg
 from megamcp.state.names import ident
 from megamcp.state.schema import Change, TableDiff
 
-_SHAPE = """select c.oid::regclass::text as name, n.nspname as schema, c.relname as table,
+# Asked by the superuser, in whose session nothing of the user's runs.
+SHAPES = """select c.oid, c.oid::regclass::text as name, n.nspname as schema, c.relname as table,
        (select array_agg(a.attname order by a.attnum) from pg_attribute a
          where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped and a.attgenerated = '') as columns,
        megamcp.key_columns(c.oid) as key
-  from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.oid = $1"""
+  from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.oid = any ($1::oid[])"""
 
 
 async def by_table(
-    hand: asyncpg.Connection, sides: Mapping[int, tuple[Sequence[str], Sequence[str]]], limit: int
+    hand: asyncpg.Connection,
+    shapes: Sequence[asyncpg.Record],
+    sides: Mapping[int, tuple[Sequence[str], Sequence[str]]],
+    limit: int,
 ) -> dict[str, TableDiff]:
     """One diff a relation, of the images that are there only before and only after."""
     found: dict[str, TableDiff] = {}
-    for relation, (before, after) in sides.items():
-        shape = await hand.fetchrow(_SHAPE, relation)
+    for shape in shapes:
+        before, after = sides[shape["oid"]]
+        await hand.execute("reset all")
         name = shape["table"] if shape["schema"] == "public" else f"{shape['schema']}.{shape['table']}"
         rows = await hand.fetch(_query(shape, limit), before, after)
         pairs = [(_row(r["before"]), _row(r["after"])) for r in rows]

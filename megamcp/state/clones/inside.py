@@ -47,6 +47,9 @@ _BACK = _PLANNED.format("megamcp.plan(megamcp.way_back($1), true, megamcp.keyles
 _BETWEEN = _PLANNED.format(
     "megamcp.marks m, lateral megamcp.plan(megamcp.spans($1, m.segment, m.position), false, $3) p where m.position = $2"
 )
+_DONE = "select * from megamcp.sums(int8multirange(int8range($1, $2, '(]')))"
+_WANTED = """select s.* from megamcp.marks m, lateral megamcp.sums(megamcp.spans($1, m.segment, m.position)) s
+ where m.position = $2"""
 _PATH_CALLS = """select c.id, nonce, rollout, server, epoch, mode, tool, arguments, outcome, result, is_error,
     idempotency_key, fingerprint, began, ended
   from megamcp.calls c, megamcp.marks m
@@ -97,9 +100,16 @@ class Inside:
         """Whether `rewind` can get there: a mark, and nothing after it that can't be undone row by row."""
         return bool(await self.connection.fetchval("select megamcp.reachable($1)", position))
 
+    async def untouched(self, position: int) -> bool:
+        """Whether nothing has happened after a position that can't be undone row by row."""
+        return not await self.connection.fetchval(
+            "select exists (select from megamcp.log where id > $1 and barrier is not null)", position
+        )
+
     async def rewind(self, position: int, *, within_s: float | None = None) -> None:
         """Put rows and sequences back, in place. Whole or not at all, but for sequences, which a second run sets.
 
+        Only code of the user's that meddles at the hand's COMMIT gets a state in between. Its log is still true.
         Raises `Conflict` (`not_reachable`, `not_exact`), `DeadlineExceeded`.
         """
         if not await self.reachable(position):
@@ -108,8 +118,10 @@ class Inside:
         if await self.connection.fetchval("select exists (select from megamcp.log where id > $1)", position):
             async with self._moving(within_s) as hand:
                 await self._move(hand, self.connection, _BACK, position)
-                if not await hand.fetchval("select megamcp.is_back($1)", position):
+                if not await _exactly(hand.fetchval("select megamcp.is_back($1)", position)):
                     raise _not_exact("they came out otherwise.", _MEDDLED)
+            if not await self.connection.fetchval("select megamcp.is_back($1)", position):
+                raise _not_exact("they were changed at the very end.", _MEDDLED)
         # Cut off here, the rows are the mark's and nobody knows: a second run finds nothing to undo.
         await self.connection.execute("select megamcp.leap($1)", position)
         await self.connection.execute("select megamcp.restore_sequences($1)", position)
@@ -143,8 +155,12 @@ class Inside:
         if target is None:
             raise Conflict(f"There is no mark at {upto}.", code="not_reachable")
         keyless = await self.connection.fetchval("select megamcp.keyless()")
+        before = await self.position()
         async with self._moving(within_s) as hand:
             await self._move(hand, source.connection, _BETWEEN, after, upto, keyless)
+        done = await self.connection.fetch(_DONE, before, await self.position())
+        if done != await source.connection.fetch(_WANTED, after, upto) or not await self.untouched(before):
+            raise _not_exact("they came out otherwise.", _MEDDLED)
         await self.connection.execute("select megamcp.set_sequences($1::text::jsonb)", target["sequences"])
         last = await self.connection.fetchval("select coalesce(max(id), 0) from megamcp.calls")
         calls = await source.connection.fetch(_PATH_CALLS, last, upto)
@@ -162,11 +178,12 @@ class Inside:
         """A transaction of the hand's. What runs in it may be code of the user's: in time it ends, with its backend."""
         async with self._hand() as hand:
             backend = hand.get_server_pid()
+            await self.connection.execute("update megamcp.here set hand = $1", backend)
             try:
                 async with asyncio.timeout(within_s):
                     await hand.execute("begin")
                     yield hand
-                    await hand.execute("commit")
+                    await _exactly(hand.execute("commit"))
             except BaseException as error:
                 # Not by ROLLBACK, which would wait for whatever still runs there.
                 hand.terminate()
@@ -201,8 +218,9 @@ class Inside:
             sides.setdefault(row["relation"], ([], []))[not row["goes"]].extend(row["images"])
         if not sides:
             return {}
+        shapes = await self.connection.fetch(diffs.SHAPES, list(sides))
         async with self._hand() as hand, hand.transaction(readonly=True):
-            found = await diffs.by_table(hand, sides, limit)
+            found = await diffs.by_table(hand, shapes, sides, limit)
         return found if a <= b else {name: one.reversed() for name, one in found.items()}
 
     async def shown(self, relation: int, images: Sequence[str]) -> list[dict[str, Any]]:
@@ -264,12 +282,13 @@ def _why_not(error: asyncpg.PostgresError) -> str:
     )
 
 
-async def _exactly(work: Awaitable[Any]) -> None:
+async def _exactly(work: Awaitable[Any]) -> Any:
     """Run what puts rows back; an error of it is a state that can't be put back."""
     try:
-        await work
+        return await work
     except asyncpg.PostgresError as error:
-        if (error.sqlstate or "")[:2] in ("08", "53", "57", "58"):
+        # The SQLSTATE may be one that a function of the user's has chosen. FATAL it can't say.
+        if getattr(error, "severity_en", None) != "ERROR":
             raise
         raise _not_exact(str(error), _why_not(error), error.sqlstate) from error
 

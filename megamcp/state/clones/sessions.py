@@ -22,6 +22,20 @@ _SETTINGS = {
     "jit": "off",
     "client_connection_check_interval": "1s",
 }
+# What a role may set for itself; code of an agent's that ran as this one may have.
+_SETTINGS_FIXED = {
+    "role": "none",
+    "statement_timeout": "0",
+    "lock_timeout": "0",
+    "transaction_timeout": "0",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
+    "datestyle": "ISO, MDY",
+    "timezone": "UTC",
+    "intervalstyle": "postgres",
+    "extra_float_digits": "1",
+    "bytea_output": "hex",
+}
 
 Login = tuple[str, str, str]  # database, user, DSN is made of
 
@@ -38,10 +52,15 @@ class Sessions:
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def use(self, database: str, dsn: str, *, wait_s: float = 30.0) -> AsyncIterator[asyncpg.Connection]:
-        """A connection for the block. Raises `NoCapacity` when none gets free, else what connecting raises."""
+    async def use(
+        self, database: str, dsn: str, *, wait_s: float = 30.0, shared: bool = False
+    ) -> AsyncIterator[asyncpg.Connection]:
+        """A connection for the block; `shared` with code of an agent's.
+
+        Raises `NoCapacity` when none gets free, else what connecting raises.
+        """
         generation = self._generation[database]
-        connection = await self._take(database, dsn, wait_s)
+        connection = await self._take(database, dsn, wait_s, shared)
         clean = False
         try:
             yield connection
@@ -65,7 +84,7 @@ class Sessions:
         for database in {name for name, _, _ in self._idle.values()} | set(self._out):
             await self.forget(database)
 
-    async def _take(self, database: str, dsn: str, wait_s: float) -> asyncpg.Connection:
+    async def _take(self, database: str, dsn: str, wait_s: float, shared: bool) -> asyncpg.Connection:
         try:
             async with asyncio.timeout(wait_s):
                 while True:
@@ -79,7 +98,7 @@ class Sessions:
                             break
                     else:
                         if self._count < self._most:
-                            return await self._connect(database, dsn)
+                            return await self._connect(database, dsn, shared)
                         if self._idle:
                             _, (_, _, oldest) = self._idle.popitem(last=False)
                             await self._end(oldest)
@@ -91,10 +110,15 @@ class Sessions:
                 f"All {self._most} connections to the state cluster are busy.", code="clone_connections_busy"
             ) from error
 
-    async def _connect(self, database: str, dsn: str) -> asyncpg.Connection:
+    async def _connect(self, database: str, dsn: str, shared: bool) -> asyncpg.Connection:
         self._count += 1
         try:
-            connection = await asyncpg.connect(dsn, server_settings=_SETTINGS, timeout=20.0)
+            connection = await asyncpg.connect(
+                dsn,
+                server_settings=_SETTINGS | (_SETTINGS_FIXED if shared else {}),
+                timeout=20.0,
+                statement_cache_size=0 if shared else 100,
+            )
         except BaseException:
             await self._freed()
             raise

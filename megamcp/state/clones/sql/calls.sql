@@ -30,7 +30,8 @@ create table megamcp.here (
     rollout text,
     server text,
     epoch integer,
-    segment bigint not null references megamcp.segments
+    segment bigint not null references megamcp.segments,
+    hand integer                        -- backend that puts rows back on behalf of the one who has the lock
 );
 with first as (insert into megamcp.segments (call, start) values (0, 0) returning id)
 insert into megamcp.here (segment) select id from first;

@@ -63,13 +63,15 @@ begin atomic
 end;
 
 -- Changes wait for whoever holds the database: so the log stands still under the lock, also for a client that came
--- another way than it should. The database's own hand works on behalf of the one who has the lock.
+-- another way than it should. The database's own hand works on behalf of the one who has the lock: that one session of it,
+-- since whatever runs there may give the role another password and come again.
 create function megamcp.gate() returns void
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
-    if session_user <> current_database() || '_hand' then
-        perform pg_advisory_xact_lock_shared(7723);
+    if session_user = current_database() || '_hand' and pg_backend_pid() = (select h.hand from megamcp.here h) then
+        return;
     end if;
+    perform pg_advisory_xact_lock_shared(7723);
 end $$;
 
 create function megamcp.log_barrier(what text) returns void

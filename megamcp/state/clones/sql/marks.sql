@@ -323,7 +323,7 @@ begin
     select m.segment, m.position, m.call, nextval(pg_get_serial_sequence('megamcp.log', 'id'))
       from megamcp.marks m where m.position = mark
     returning id into next;
-    update megamcp.here set segment = next;
+    update megamcp.here set segment = next, hand = null;
 end $$;
 
 -- How to get to a mark from here.
@@ -331,10 +331,18 @@ create function megamcp.way_back(mark bigint) returns int8multirange
 language sql stable set search_path = pg_catalog, pg_temp as
     $$ select megamcp.spans(mark, h.segment, megamcp.head()) from megamcp.here h $$;
 
--- Whether nothing is left to undo. Asked by the hand, before it commits: nobody else sees what it has done.
+-- Whether nothing is left to undo. Asked by the hand before it commits, so that nothing is changed where the answer is no;
+-- and by the superuser afterwards, since a user's code may run in the hand's session until the very end of its COMMIT.
 create function megamcp.is_back(mark bigint) returns boolean
 language sql stable security definer set search_path = pg_catalog, pg_temp as
-    $$ select not exists (select from megamcp.net(megamcp.way_back(mark))) $$;
+    $$ select megamcp.reachable(mark) and not exists (select from megamcp.net(megamcp.way_back(mark))) $$;
+
+-- What parts of the log sum up to, by table: equal for equal changes, in whatever database.
+create function megamcp.sums(spans int8multirange) returns table (relation oid, high numeric, low numeric)
+language sql stable set search_path = pg_catalog, pg_temp as $$
+    select n.relation, sum(n.n::numeric * megamcp.high(n.hash)), sum(n.n::numeric * megamcp.low(n.hash))
+      from megamcp.net(sums.spans) n group by n.relation order by n.relation
+$$;
 
 create function megamcp.end_call(nonce uuid) returns boolean
 language sql volatile set search_path = pg_catalog, pg_temp as $$
