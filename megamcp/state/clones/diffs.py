@@ -14,6 +14,9 @@ import asyncpg
 from megamcp.state.names import ident
 from megamcp.state.schema import Change, TableDiff
 
+Sides = Mapping[int, tuple[Sequence[str], Sequence[str]]]
+"""By table: images that are there only before, and only after."""
+
 # Asked by the superuser, in whose session nothing of the user's runs.
 SHAPES = """select c.oid, c.oid::regclass::text as name, n.nspname as schema, c.relname as table,
        (select array_agg(a.attname order by a.attnum) from pg_attribute a
@@ -23,10 +26,7 @@ SHAPES = """select c.oid, c.oid::regclass::text as name, n.nspname as schema, c.
 
 
 async def by_table(
-    hand: asyncpg.Connection,
-    shapes: Sequence[asyncpg.Record],
-    sides: Mapping[int, tuple[Sequence[str], Sequence[str]]],
-    limit: int,
+    hand: asyncpg.Connection, shapes: Sequence[asyncpg.Record], sides: Sides, limit: int
 ) -> dict[str, TableDiff]:
     """One diff a relation, of the images that are there only before and only after."""
     found: dict[str, TableDiff] = {}

@@ -216,18 +216,18 @@ class Inside:
         sides: dict[int, tuple[list[str], list[str]]] = {}
         for row in await self.connection.fetch(_BETWEEN, first, last, []):
             sides.setdefault(row["relation"], ([], []))[not row["goes"]].extend(row["images"])
-        if not sides:
-            return {}
-        shapes = await self.connection.fetch(diffs.SHAPES, list(sides))
-        async with self._hand() as hand, hand.transaction(readonly=True):
-            found = await diffs.by_table(hand, shapes, sides, limit)
+        found = await self._by_table(sides, limit) if sides else {}
         return found if a <= b else {name: one.reversed() for name, one in found.items()}
 
     async def shown(self, relation: int, images: Sequence[str]) -> list[dict[str, Any]]:
         """Rows of images as JSON objects, by key."""
-        async with self._hand() as hand, hand.transaction(readonly=True):
-            found = await diffs.by_table(hand, {relation: ([], images)}, len(images))
+        found = await self._by_table({relation: ([], images)}, len(images))
         return [row for table in found.values() for row in table.added]
+
+    async def _by_table(self, sides: diffs.Sides, limit: int) -> dict[str, TableDiff]:
+        shapes = await self.connection.fetch(diffs.SHAPES, list(sides))
+        async with self._hand() as hand, hand.transaction(readonly=True):
+            return await diffs.by_table(hand, shapes, sides, limit)
 
     async def calls(self, after: int) -> list[CallRow]:
         """Calls with an id above `after`, in order."""
