@@ -13,6 +13,7 @@ from typing import Any
 import asyncpg
 from sqlalchemy.engine import Connection
 
+from megamcp import outages
 from megamcp.sdk.database import Database, Lease, admitted
 
 POOLS_KEPT = 64
@@ -49,8 +50,8 @@ class OwnDatabase(Database):
                         "client_connection_check_interval": "1s",
                     },
                 )
-            except (OSError, asyncpg.PostgresError) as error:
-                moving = isinstance(error, OSError) or error.sqlstate in _MOVING
+            except outages.DRIVER as error:  # lost: ended while it came in
+                moving = outages.lost(error) or getattr(error, "sqlstate", None) in _MOVING
                 if not moving or time.monotonic() > give_up:
                     raise
             await asyncio.sleep(_PAUSE_S)
