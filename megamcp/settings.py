@@ -102,6 +102,12 @@ class Settings(BaseSettings):
     rollback_grace_s: float = Field(
         0.5, ge=0, description="How long rollback and release wait for running calls before they end them."
     )
+    database_log: int = Field(
+        64 << 20,
+        gt=0,
+        description="Undo log behind which a checkpoint is a copy of its own. What lies before the oldest one's copy"
+        " is trimmed.",
+    )
     rewind_timeout_s: float = Field(
         60,
         gt=0,

@@ -75,13 +75,14 @@ class Freezer:
         hold = cluster.hold(name, patience_s=patience_s, on_busy=tell)
         async with contextlib.AsyncExitStack() as inner:
             inside = await inner.enter_async_context(hold)
-            mark, total, nonces = await inside.freeze(head["collected"])
+            mark, total, nonces, behind = await inside.freeze(head["collected"], head["sealed_position"] or 0)
             if nonces:
                 await self._collect(connection, inside, head, nonces)
-            if mark.exact:
+            if mark.exact and not self._databases.is_long(behind):
                 stack.push_async_callback(inner.pop_all().aclose)
                 return Point(name, mark.position, head["sealed"], head["sealed_position"], total, mark.call)
-        # What was done since the last checkpoint can't be undone inside (DDL, TRUNCATE): a copy keeps this point.
+        # What was done since the last checkpoint can't be undone inside (DDL, TRUNCATE), or it is so much that the log
+        # before should be trimmed: a copy keeps this point.
         # Its row is `creating` until the checkpoint is published: a copy that no checkpoint has would be taken away.
         while True:
             copy = await self._databases.plan(stack, cluster, server, environment, None, head["lineage"])
@@ -91,9 +92,10 @@ class Freezer:
                 fits = await there.reachable(mark.position)
                 if fits:
                     await there.rewind(mark.position, within_s=max(patience_s, 1))
+                    await there.forget_log(mark.position)
             await cluster.seal(copy)
             if fits:
-                return Point(name, mark.position, copy, mark.position, None, mark.call)
+                return Point(name, mark.position, copy, mark.position, total, mark.call)
 
     async def publish(
         self, connection: asyncpg.Connection, checkpoint: str, rollout: str, points: Mapping[str, Point]

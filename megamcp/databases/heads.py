@@ -151,6 +151,10 @@ class Databases:
         cluster = await self.clusters.named(cluster_name)
         return Place(cluster, name, cluster.dsn_for(name, name, self.password(name)))
 
+    def is_long(self, behind: int | None) -> bool:
+        """Whether a checkpoint should be a copy: too much log lies between it and the last such copy, or is gone."""
+        return behind is None or behind > self._settings.database_log
+
     def password(self, name: str) -> str:
         """Of the login that belongs to a database and has its name."""
         return self._signer.password(f"database {name}")

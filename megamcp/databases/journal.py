@@ -119,6 +119,12 @@ MEASURED = """update megamcp.databases set bytes = $2::bigint, measured_at = clo
                       else status end
     where name = $1 returning status"""
 
+# How far the log of each large database is needed by no checkpoint: each can be played on from its copy.
+TRIMMABLE = """select d.name, d.cluster, min(coalesce(s.sealed_position, 0)) as upto
+    from megamcp.databases d join megamcp.snapshots s on s.database = d.name
+    where d.rollout is not null and d.status = 'ready' and d.bytes > $1
+    group by d.name, d.cluster having min(coalesce(s.sealed_position, 0)) > 0"""
+
 SEALED = "update megamcp.databases set sealed = true where name = $1"
 
 # Snapshots of checkpoints that are gone for everybody.

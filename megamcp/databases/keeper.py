@@ -28,6 +28,7 @@ PAUSE_S = 1.0
 MEASURED_AT_ONCE = 20
 MEASURED_EACH = timedelta(seconds=30)
 LOGINS_EACH_S = 5.0
+TRIMMED_EACH_S = 10.0
 SPARES_FOR = timedelta(minutes=10)
 
 
@@ -54,7 +55,8 @@ class Keeper:
         self._databases = databases
         self._settings = settings
         self._owner = owner
-        self._swept = self._looked = float("-inf")
+        self._swept = self._looked = self._cut = float("-inf")
+        self._trimmed: dict[str, int] = {}
 
     async def run(self) -> None:
         """An outage of a cluster stops nothing: the next round tries again."""
@@ -80,6 +82,7 @@ class Keeper:
         await self._store.rows(sql.CONDEMN, BATCH)
         done["dropped"] = await self._drop()
         done["measured"] = await self._measure()
+        done["trimmed"] = await self._trim()
         done["orphans"] = await self._drop_orphans()
         done["spares"] = await self._make_spares()
         return done
@@ -158,6 +161,24 @@ class Keeper:
                     self._databases.forget(row["rollout"])
                     await self._databases.retire(cluster, row["name"])
         return len(rows)
+
+    async def _trim(self) -> int:
+        """The log of databases that live long."""
+        if time.monotonic() - self._cut < TRIMMED_EACH_S:
+            return 0
+        self._cut = time.monotonic()
+        trimmed = 0
+        rows = await self._store.rows(sql.TRIMMABLE, self._settings.database_log)
+        self._trimmed = {row["name"]: self._trimmed.get(row["name"], 0) for row in rows}
+        for row in rows:
+            cluster = self._cluster(row["cluster"])
+            if cluster is None or self._trimmed[row["name"]] >= row["upto"]:
+                continue
+            with _apart(row["name"]):
+                async with cluster.inside(row["name"]) as inside:
+                    trimmed += await inside.trim(row["upto"])
+                self._trimmed[row["name"]] = row["upto"]
+        return trimmed
 
     async def _drop_orphans(self) -> int:
         """Databases of ours that no row knows: there are none unless a cluster was restored from a copy."""

@@ -82,7 +82,9 @@ class Reads:
                     found = await inside.changes(start, (await inside.mark()).position, limit)
                     if found is not None:
                         return found if forward else {name: table.reversed() for name, table in found.items()}
-        places = [await self._name(spot) for spot in (a, b)]  # made before any is locked: a copy locks its origin
+        places = [
+            (await self._place(spot))[0].name for spot in (a, b)
+        ]  # made before any is locked: a copy locks its origin
         if places[0] == places[1]:
             return {}
         async with contextlib.AsyncExitStack() as stack:
@@ -92,9 +94,6 @@ class Reads:
                 for name, spot in sorted(zip(places, (a, b), strict=True), key=lambda one: one[0])
             }
             return await compare(held[places[0]], held[places[1]], limit)
-
-    async def _name(self, spot: Spot) -> str:
-        return spot.live if spot.live is not None else (await self._view(spot))[0].name
 
     @asynccontextmanager
     async def connection(self, spot: Spot) -> AsyncIterator[asyncpg.Connection]:

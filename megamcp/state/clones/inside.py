@@ -21,11 +21,13 @@ from megamcp.state.clones.types import Bound, CallRow, Mark
 from megamcp.state.schema import MODULUS, TableDiff
 
 _FREEZE = """select m.*, (select o.sum from megamcp.marks o where o.position = 0) as origin,
-    array(select c.nonce from megamcp.calls c, megamcp.here h where c.id > $1 and c.rollout = h.rollout) as nonces
+    array(select c.nonce from megamcp.calls c, megamcp.here h where c.id > $1 and c.rollout = h.rollout) as nonces,
+    m.bytes - (select b.bytes from megamcp.marks b, megamcp.here h where b.position = $2 and $2 >= h.trimmed) as behind
   from megamcp.mark() m"""
 
 log = logging.getLogger(__name__)
 
+_TRIMMED_AT_ONCE = 500
 HandSession = Callable[[], AbstractAsyncContextManager[asyncpg.Connection]]
 
 _CALLS = """select id, nonce, rollout, server, epoch, mode, tool, arguments, outcome, result, is_error, idempotency_key,
@@ -70,12 +72,15 @@ class Inside:
         """A position to come back to: the last one where nothing happened since."""
         return _mark(await self.connection.fetchrow("select * from megamcp.mark()"))
 
-    async def freeze(self, after: int) -> tuple[Mark, int | None, list[uuid.UUID]]:
-        """A mark; the sum of what differs from the source; nonces of its rollout's calls with an id above `after`."""
-        row = await self.connection.fetchrow(_FREEZE, after)
+    async def freeze(self, after: int, base: int) -> tuple[Mark, int | None, list[uuid.UUID], int | None]:
+        """A mark; the sum of what differs from the source; nonces of its rollout's calls with an id above `after`.
+
+        Last, how much log is between the mark and an earlier one, `base`; None where that was trimmed.
+        """
+        row = await self.connection.fetchrow(_FREEZE, after, base)
         mark = _mark(row)
         total = None if mark.digest is None else (mark.digest - int(row["origin"])) % MODULUS
-        return mark, total, row["nonces"]
+        return mark, total, row["nonces"], row["behind"]
 
     async def bind(self, rollout: str, server: str, epoch: int) -> None:
         """Say whose database this is. Handles of anybody else, or of an older epoch, are refused from now on."""
@@ -139,6 +144,21 @@ class Inside:
             return False
         return True
 
+    async def trim(self, upto: int) -> int:
+        """Forget the log up to a mark, and marks below it; gives how many entries. Calls need not wait for it."""
+        await self.connection.execute("select megamcp.begin_trim($1)", upto)
+        gone = 0
+        while some := await self.connection.fetchval("select megamcp.trim($1)", _TRIMMED_AT_ONCE):
+            gone += some
+        if gone:
+            await self.connection.execute("vacuum (truncate off) megamcp.log, megamcp.marks")
+        return gone
+
+    async def forget_log(self, position: int) -> None:
+        """All of it, in a copy that will stay at this mark."""
+        await self.connection.execute("select megamcp.begin_trim($1)", position)
+        await self.connection.execute("truncate megamcp.log")
+
     async def redo(self, source: "Inside", after: int, upto: int, *, within_s: float | None = None) -> None:
         """Bring this database from the state that `source` had at `after` to the one that it had at `upto`.
 
@@ -146,7 +166,10 @@ class Inside:
         Raises `Conflict` (`not_reachable`, `not_exact`), `DeadlineExceeded`.
         """
         if await source.connection.fetchval(
-            "select exists (select from megamcp.log where id > $1 and id <= $2 and barrier is not null)", after, upto
+            "select exists (select from megamcp.log where id > $1 and id <= $2 and barrier is not null)"
+            " or exists (select from megamcp.here where trimmed > $1)",
+            after,
+            upto,
         ):
             raise Conflict(f"What happened after {after} can't be redone row by row.", code="not_reachable")
         target = await source.connection.fetchrow(
@@ -262,7 +285,7 @@ class Inside:
 
 def _mark(row: asyncpg.Record) -> Mark:
     total = None if row["sum"] is None else int(row["sum"])
-    return Mark(row["position"], row["written"], row["exact"], total, row["call"])
+    return Mark(row["position"], row["written"], row["exact"], total, row["call"], row["bytes"])
 
 
 _MEDDLED = "A trigger or rule that is ENABLE ALWAYS or REPLICA may have changed them."

@@ -19,7 +19,7 @@ class Mark:
 
     `written`: rows or sequences changed, or DDL ran, since the mark before. `exact`: what happened since then can be
     undone row by row. `digest`: 128-bit sum of all rows; None after DDL, until `Inside.digest` has computed it. `call`:
-    id of the last call before it.
+    id of the last call before it. `bytes`: that the log has ever grown by.
     """
 
     position: int
@@ -27,6 +27,7 @@ class Mark:
     exact: bool
     digest: int | None
     call: int
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

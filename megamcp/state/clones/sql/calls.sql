@@ -31,7 +31,8 @@ create table megamcp.here (
     server text,
     epoch integer,
     segment bigint not null references megamcp.segments,
-    hand integer                        -- backend that puts rows back on behalf of the one who has the lock
+    hand integer,                       -- backend that puts rows back on behalf of the one who has the lock
+    trimmed bigint not null default 0   -- the log is whole above this position only
 );
 with first as (insert into megamcp.segments (call, start) values (0, 0) returning id)
 insert into megamcp.here (segment) select id from first;

@@ -29,6 +29,7 @@ create table megamcp.marks (
     previous bigint,
     segment bigint not null,
     call bigint not null,               -- the last one before it
+    bytes bigint not null default 0,    -- that the log had grown by up to here, whatever was trimmed since
     sequences jsonb not null,           -- oid -> [last_value, is_called]
     sum numeric                         -- 128-bit sum of all rows' hashes; null where nobody has computed it
 );

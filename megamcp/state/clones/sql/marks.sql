@@ -115,7 +115,7 @@ $$;
 
 -- A position that can be come back to; the last one where nothing has happened since.
 create function megamcp.mark(out "position" bigint, out written boolean, out exact boolean, out sum numeric,
-    out call bigint)
+    out call bigint, out bytes bigint)
 language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
 declare
     last megamcp.marks;
@@ -130,6 +130,7 @@ begin
     if not written and here = last.segment and call = last.call then
         position := last.position;
         sum := last.sum;
+        bytes := last.bytes;
         return;
     end if;
     position := nextval(pg_get_serial_sequence('megamcp.log', 'id'));
@@ -142,8 +143,10 @@ begin
     if since.sum is not null and not exists (select from megamcp.log l where l.id > since.start and l.barrier is not null) then
         sum := megamcp.modulo(since.sum + megamcp.net_sum(since.start, position));
     end if;
-    insert into megamcp.marks (position, previous, segment, call, sequences, sum)
-    values (position, last.position, here, call, sequences, sum);
+    bytes := last.bytes + coalesce((select sum(coalesce(pg_column_size(l.removed), 0) + coalesce(pg_column_size(l.added), 0))
+                                      from megamcp.log l where l.id > last.position), 0);
+    insert into megamcp.marks (position, previous, segment, call, bytes, sequences, sum)
+    values (position, last.position, here, call, bytes, sequences, sum);
 end $$;
 
 -- The digest read from the tables. It is kept with the last mark where nothing has happened since.
@@ -160,7 +163,7 @@ end $$;
 
 create function megamcp.reachable(mark bigint) returns boolean
 language sql stable set search_path = pg_catalog, pg_temp as $$
-    select exists (select from megamcp.marks m where m.position = mark)
+    select exists (select from megamcp.marks m, megamcp.here h where m.position = mark and mark >= h.trimmed)
        and not exists (select from megamcp.log l where l.id > mark and l.barrier is not null)
 $$;
 
@@ -343,6 +346,31 @@ language sql stable set search_path = pg_catalog, pg_temp as $$
     select n.relation, sum(n.n::numeric * megamcp.high(n.hash)), sum(n.n::numeric * megamcp.low(n.hash))
       from megamcp.net(sums.spans) n group by n.relation order by n.relation
 $$;
+
+-- What is up to a mark is given up: first the word that it is there, so that who is on the way there at the moment finds out.
+create function megamcp.begin_trim(mark bigint) returns boolean
+language sql volatile set search_path = pg_catalog, pg_temp as $$
+    update megamcp.here h set trimmed = mark
+     where mark > h.trimmed and exists (select from megamcp.marks m where m.position = mark) returning true
+$$;
+
+-- Some of it, without a lock that anybody waits for; how much. The marks that sums begin at stay.
+create function megamcp.trim(most integer) returns bigint
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+declare
+    h megamcp.here := (select x from megamcp.here x);
+    gone bigint;
+begin
+    delete from megamcp.log l
+     where l.id = any (array(select x.id from megamcp.log x where x.id <= h.trimmed order by x.id limit most));
+    get diagnostics gone = row_count;
+    if gone = 0 then
+        delete from megamcp.marks m
+         where m.position < h.trimmed and m.position <> 0
+           and m.position is distinct from (select s.origin from megamcp.segments s where s.id = h.segment);
+    end if;
+    return gone;
+end $$;
 
 create function megamcp.end_call(nonce uuid) returns boolean
 language sql volatile set search_path = pg_catalog, pg_temp as $$

@@ -1,0 +1,117 @@
+"""The log of a rollout that lives long is bounded, and no live checkpoint misses what was trimmed."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.integration.databases.shop import Shop
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+BOUND = 200_000
+CHANGE = "update big set v = md5(v || id)"
+LOG = "select pg_table_size('megamcp.log')"
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def short_log(shop: Shop) -> AsyncIterator[None]:
+    settings = shop.services.settings
+    before, settings.database_log = settings.database_log, BOUND
+    yield
+    settings.database_log = before
+
+
+async def big(shop: Shop) -> str:
+    rollout = await shop.one()
+    await shop.run(rollout, "create table big (id int primary key, v text)")
+    await shop.run(rollout, "insert into big select n, md5(n::text) from generate_series(1, 1000) n")
+    return rollout
+
+
+async def name_of(shop: Shop, rollout: str) -> str:
+    return str(await shop.services.store.value("select name from megamcp.databases where rollout = $1", rollout))
+
+
+async def keep(shop: Shop, rollout: str) -> int:
+    """A round of the keeper for one rollout's database; entries that it trimmed."""
+    keeper = shop.services.keeper
+    await shop.services.store.value("update megamcp.databases set bytes = 1 << 30 where rollout = $1", rollout)
+    keeper._cut = float("-inf")
+    return (await keeper.once())["trimmed"]
+
+
+async def inside(shop: Shop, rollout: str, sql: str) -> Any:
+    async with shop.services.databases.clusters.opened[0].inside(await name_of(shop, rollout)) as there:
+        return await there.connection.fetchval(sql)
+
+
+async def values(shop: Shop, rollout: str) -> Any:
+    return (await shop.read(rollout, "select md5(string_agg(v, '' order by id)) from big"))[0][0]
+
+
+async def test_the_log_of_a_rollout_whose_checkpoints_are_released_is_bounded(shop: Shop, short_log: None) -> None:
+    rollout = await big(shop)
+    sizes, previous = [], await shop.checkpoint(rollout)
+    for _ in range(16):
+        await shop.run(rollout, CHANGE)
+        point = await shop.checkpoint(rollout)
+        await shop.services.rollouts.release_checkpoint(previous["id"])
+        previous = point
+        await keep(shop, rollout)
+        sizes.append(await inside(shop, rollout, LOG))
+    assert max(sizes[8:]) <= max(sizes[:8])
+    assert await inside(shop, rollout, "select count(*) from megamcp.log") < 12
+    assert await inside(shop, rollout, "select count(*) from megamcp.marks") < 12
+    expected = await values(shop, rollout)
+    await shop.run(rollout, CHANGE)
+    await shop.roll_back(rollout, point["id"])
+    assert await values(shop, rollout) == expected
+
+
+async def test_a_live_checkpoint_keeps_what_it_needs_of_the_log(shop: Shop, short_log: None) -> None:
+    rollout = await big(shop)
+    points, expected = [], []
+    for _ in range(8):
+        await shop.run(rollout, CHANGE)
+        points.append(await shop.checkpoint(rollout))
+        expected.append((await values(shop, rollout), await shop.digest(rollout)))
+    for n in (0, 1, 2, 4):
+        await shop.services.rollouts.release_checkpoint(points[n]["id"])
+    assert await keep(shop, rollout) > 0
+    await shop.run(rollout, "alter table big add w int")  # from here on, older ones are made from copies
+    await shop.checkpoint(rollout)
+    await keep(shop, rollout)
+    for n in (3, 5, 6, 7):
+        (fork,) = await shop.fork(points[n]["id"])
+        assert (await values(shop, fork), await shop.digest(fork)) == expected[n]
+    await shop.roll_back(rollout, points[3]["id"])
+    assert (await values(shop, rollout), await shop.digest(rollout)) == expected[3]
+
+
+async def test_what_is_before_a_trimmed_log_is_still_compared_and_come_back_to(shop: Shop, short_log: None) -> None:
+    rollout = await shop.one()
+    start = await shop.checkpoint(rollout)  # the environment's own beginning
+    await shop.run(rollout, "update books set stock = 4444")
+    await shop.run(rollout, "create table big (id int primary key, v text)")
+    await shop.run(rollout, "insert into big select n, md5(n::text) from generate_series(1, 1000) n")
+    await shop.checkpoint(rollout)
+    assert await keep(shop, rollout) > 0
+    diff = await shop.diff(rollout, "base", "head")
+    assert (diff["big"].total, {change.after["stock"] for change in diff["books"].changed}) == (1000, {4444})
+    before = await shop.digest(rollout, "base")
+    await shop.roll_back(rollout, start["id"])
+    assert await shop.digest(rollout) == before
+    assert (await shop.read(rollout, "select count(*) from books where stock = 4444"))[0][0] == 0
+
+
+async def test_calls_go_on_while_the_log_is_trimmed(shop: Shop, short_log: None) -> None:
+    rollout = await big(shop)
+    await shop.run(rollout, CHANGE)
+    await shop.checkpoint(rollout)
+    cluster, name = shop.services.databases.clusters.opened[0], await name_of(shop, rollout)
+    async with cluster.inside(name) as there, there.connection.transaction():
+        mark = await there.connection.fetchval("select max(position) from megamcp.marks")
+        await there.connection.execute("select megamcp.begin_trim($1)", mark)
+        assert await there.connection.fetchval("select megamcp.trim(1000)") > 0
+        await shop.run(rollout, CHANGE)  # while that is not yet committed
