@@ -70,6 +70,11 @@ SET_OF_PART = Refusal(
 SET_TO_DEFAULT = Refusal(
     f"{_CONFLICT} DO UPDATE SET … = DEFAULT", "the default is known to the table alone", "Write the value."
 )
+PARAMETER_IN_TARGET = Refusal(
+    f"parameter in the target of {_CONFLICT}",
+    "which key is meant must be known before it runs",
+    "Write the predicate as the index has it.",
+)
 SET_TO_ROW = Refusal(
     f"{_CONFLICT} DO UPDATE SET … = ROW(…)", "the type of such a row would be lost", "Cast it: ROW(…)::its_type."
 )

@@ -295,6 +295,8 @@ async def _arbiters(clause: pb.OnConflictClause, table: _Table, alias: str, fetc
                 f"insert into {ident(table.schema)}.{ident(table.name)} default values on conflict do update set x = 1"
             )
         return table.keys
+    if any(True for _ in postgast.find_nodes(clause.infer, pb.ParamRef)):
+        refuse(refusals.PARAMETER_IN_TARGET)
     probe = pb.ParseResult()
     made = probe.stmts.add().stmt.insert_stmt
     made.relation.CopyFrom(pb.RangeVar(schemaname=table.schema, relname=table.name, inh=True, relpersistence="p"))

@@ -78,6 +78,7 @@ SCHEMA = {
     "trigger BEFORE DELETE": r"create trigger \w+ before (insert or update or )?delete.* for each row",
     "trigger that leaves rows out": r"then return null; end if",
     "trigger that raises": r"raise exception 'guarded",
+    "trigger that raises after the row": r"raise exception 'told after",
     "trigger AFTER INSERT": r"create trigger \w+ after insert.* for each row",
     "trigger AFTER UPDATE": r"create trigger \w+ after (insert or )?update.* for each row",
     "trigger AFTER DELETE": r"create trigger \w+ after .*delete.* for each row",

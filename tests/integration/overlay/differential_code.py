@@ -197,8 +197,13 @@ def _after(draw: Draw, table: Table) -> str:
     of = f" of {table.columns[-1].name}" if draw.chance(0.5) and not table.columns[-1].generated else ""
     events = draw.one("insert", f"update{of}", "insert or delete", f"insert or update{of} or delete", "delete")
     when = _when(draw, table, "old" if events in {"delete", f"update{of}"} else "new") if "or" not in events else ""
+    number = next((c.name for c in table.of_type("int") if not c.generated), None)
+    fail = ""
+    if number and draw.chance(0.3):
+        fail = f" if (case tg_op when 'DELETE' then old.{number} else new.{number} end) = 1 then"
+        fail += " raise exception 'told after %', tg_op; end if;"
     return (
-        f"create function {name}() returns trigger language plpgsql as $$ begin"
+        f"create function {name}() returns trigger language plpgsql as $$ begin{fail}"
         f" if tg_op = 'DELETE' then insert into journal values (tg_op || ' ' || tg_table_name, {old});"
         f" elsif tg_op = 'UPDATE' then insert into journal values (tg_name, {old} || {new});"
         f" else insert into journal values (tg_op, {new}); end if; return null; end $$;\n"

@@ -182,19 +182,25 @@ def _for(search: Search, seconds: float, turns: Iterator[int]) -> None:
     for turn in turns:
         if time.monotonic() > end:
             return
-
-        @hypothesis.seed(turn)
-        @settings(settings.get_profile("overlay"))
-        @given(st.integers(turn * BLOCK, turn * BLOCK + BLOCK - 1), programs)
-        def agree(number: int, drawn: list[Act]) -> None:
-            try:
-                search.run(number, drawn)
-            except Exception:
-                search.run(number, shrunk(drawn, lambda part: search.fails(number, part), SHRINK_S))
-                raise
-
-        agree()
+        one_turn(search, turn, SHRINK_S)
         search.forget()
+
+
+def one_turn(search: Search, turn: int, shrink_s: float = 0.0) -> None:
+    """Raises what is found, after so much time for a smaller program."""
+
+    @hypothesis.seed(turn)
+    @settings(settings.get_profile("overlay"))
+    @given(st.integers(turn * BLOCK, turn * BLOCK + BLOCK - 1), programs)
+    def agree(number: int, drawn: list[Act]) -> None:
+        try:
+            search.run(number, drawn)
+        except Exception:
+            if shrink_s:
+                search.run(number, shrunk(drawn, lambda part: search.fails(number, part), shrink_s))
+            raise
+
+    agree()
 
 
 def test_every_named_construct_is_drawn_within_a_fixed_budget() -> None:

@@ -167,6 +167,7 @@ CLAUSES = {
     "insert into t values (1) on conflict (id) do update set p = (1, 'x')": refusals.SET_TO_ROW,
     "insert into t values (1) on conflict (a) do update set b = 1": refusals.SEVERAL_KEYS,
     "insert into t values (1) on conflict (id) do update set a = 1 returning old.a": refusals.OLD_ROWS,
+    "insert into t (id) values (1) on conflict (b) where b = $1::int do nothing": refusals.PARAMETER_IN_TARGET,
     "insert into i overriding user value values (1) on conflict do nothing": refusals.OVERRIDING_CONFLICT,
     "with x as (with y as (select 1 as id) insert into t (id) select id from y on conflict do nothing returning id)"
     " select * from x": refusals.NESTED_CONFLICT,
@@ -183,6 +184,9 @@ CLAUSES = {
 @pytest.mark.support("INSERT … ON CONFLICT DO UPDATE SET … = ROW(…)", "refused: the type of such a row would be lost")
 @pytest.mark.support("INSERT … ON CONFLICT DO UPDATE over several keys at once", "refused: each may meet another row")
 @pytest.mark.support("old and new in RETURNING of INSERT … ON CONFLICT", "refused: the row goes through another view")
+@pytest.mark.support(
+    "parameter in the target of INSERT … ON CONFLICT", "refused: which key is meant must be known before it runs"
+)
 @pytest.mark.support("OVERRIDING with INSERT … ON CONFLICT", "refused: they take different ways")
 @pytest.mark.support("INSERT … ON CONFLICT in WITH, with a WITH of its own", "refused: both would have to come first")
 def test_a_clause_that_cannot_be_rewritten_is_refused_with_its_reason(postgres_dsn: str) -> None:
