@@ -1,6 +1,6 @@
 """Forks, checkpoints and rollbacks of a database of 100 MB, with hundreds of live copies.
 
-    python -m benchmarks.database [--quick]
+    python -m benchmarks.database [--quick] [--live N] [--rounds N]
 
 Over the gateway's REST, with the `sql` tool server. A *fork* is timed from the request to the answer of the new
 rollout's first query; the rollout that it is forked from was used just before, so its connections have to be
@@ -119,9 +119,13 @@ def used(folder: Path) -> int:
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
-async def measure(quick: bool) -> tuple[dict[str, float], str]:
+def size(folder: Path) -> int:
+    """Bytes of a folder's files."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+async def measure(megabytes: int, live: int, rounds: int) -> tuple[dict[str, float], str]:
     """All figures, and what the state cluster's files are on."""
-    megabytes, live, rounds = (16, 20, 10) if quick else (100, 500, 100)
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="mm-") as name:
         folder = Path(name)
@@ -164,13 +168,14 @@ async def one_cluster(folder: Path, where: Path, bank: Path, live: int, rounds: 
         first = await rest.open()
         await asyncio.sleep(3)  # the first spares are made
         if live:
-            before = used(where)
+            before, log_before = used(where), size(where / "cluster" / "cluster" / "pg_wal")
             rollouts = [first]
             for n in range(live):
                 rollouts.append(await rest.open())
                 if n % 100 == 99:
                     say(f"  {n + 1} live copies")
             figures["disk_per_idle_copy_mb"] = (used(where) - before) / live / 1e6
+            figures["of_it_write_ahead_log_mb"] = (size(where / "cluster" / "cluster" / "pg_wal") - log_before) / live / 1e6
         taken = await forks(rest, rounds)
         figures["fork_p50_ms"] = percentile(taken, 0.5)
         figures["fork_p99_ms"] = percentile(taken, 0.99)
@@ -185,8 +190,12 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="16 MB, 20 live copies")
-    quick = parser.parse_args().quick
-    figures, system = asyncio.run(measure(quick))
+    parser.add_argument("--live", type=int, help="live copies, instead of 500 (20)")
+    parser.add_argument("--rounds", type=int, help="forks, checkpoints and rollbacks, instead of 100 (10)")
+    given = parser.parse_args()
+    megabytes, live, rounds = (16, 20, 10) if given.quick else (100, 500, 100)
+    live, rounds = given.live or live, given.rounds or rounds
+    figures, system = asyncio.run(measure(megabytes, live, rounds))
     targets = [
         Target("fork_p50_ms", "<=", 60),
         Target("fork_p99_ms", "<=", 250),
@@ -194,7 +203,7 @@ def main() -> None:
         Target("rollback_1000_rows_p50_ms", "<=", 40),
         Target("disk_per_idle_copy_mb", "<=", 0.5),
     ]
-    report("database", figures, targets, state_files=system, live_copies=20 if quick else 500)
+    report("database", figures, targets, state_files=system, live_copies=live, megabytes=megabytes)
 
 
 if __name__ == "__main__":
