@@ -175,7 +175,9 @@ async def one_cluster(folder: Path, where: Path, bank: Path, live: int, rounds: 
                 if n % 100 == 99:
                     say(f"  {n + 1} live copies")
             figures["disk_per_idle_copy_mb"] = (used(where) - before) / live / 1e6
-            figures["of_it_write_ahead_log_mb"] = (size(where / "cluster" / "cluster" / "pg_wal") - log_before) / live / 1e6
+            figures["of_it_write_ahead_log_mb"] = (
+                (size(where / "cluster" / "cluster" / "pg_wal") - log_before) / live / 1e6
+            )
         taken = await forks(rest, rounds)
         figures["fork_p50_ms"] = percentile(taken, 0.5)
         figures["fork_p99_ms"] = percentile(taken, 0.99)

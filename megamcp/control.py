@@ -307,7 +307,7 @@ class Control:
             if error is not None:
                 await inside.tell([nonce], told)
             await inside.end_call(nonce)
-            recorded, result, is_error = await inside.call_fail(handle, tool, arguments.decode(), told)
+            recorded, result, is_error = await inside.call_fail(handle, tool, arguments.decode(), told, deed=place.deed)
         with contextlib.suppress(Conflict, Gone):  # the rollout has moved on; what is said to the agent stays the same
             await self.record_call(
                 rollout,

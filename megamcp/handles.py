@@ -21,6 +21,8 @@ class Mode(StrEnum):
     """One call in a read-only transaction; runs beside other reads."""
     QUERY = "q"
     """One evaluator's query by the state's query role."""
+    DEED = "d"
+    """Says whose a database is, from which epoch on. No call, and good for ever."""
 
 
 def new_id(prefix: str) -> str:
@@ -69,6 +71,13 @@ class Signer:
         signed = ".".join(("v1", *map(str, fields)))
         mac = hmac.digest(self.secret, signed.encode(), "sha256")
         return f"{signed}.{mac.hex()}"
+
+    def deed(self, database: str, *, rollout: str, server: str, epoch: int) -> str:
+        """What binds a copy to the rollout that it was made for. The same each time, and without effect the second."""
+        never, mode = uuid.UUID(int=0), Mode.DEED
+        return self.mint(
+            rollout=rollout, server=server, epoch=epoch, mode=mode, deadline=0, nonce=never, point=database
+        )
 
     def password(self, purpose: str) -> str:
         """A role's password. Derived, so that every gateway process knows it and none has to store it."""

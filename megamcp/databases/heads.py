@@ -1,8 +1,8 @@
 """A rollout's own database: made when it is first needed, frozen, moved back, given up.
 
 Invariants:
-- a rollout has at most one database per server, and it is bound inside to the rollout and its epoch: a handle of
-  before a rollback is refused there;
+- a rollout has at most one database per server. Inside it is bound to the rollout and an epoch, by the first call,
+  which brings a deed of ours, and by each rollback: a handle of before is refused there;
 - a copy is begun only from a point that can't move (a position in a log), and used only if the rollout still stands
   where it stood when the copy was begun;
 - whoever needs a database's lock and the rollout's takes the rollout's first.
@@ -14,8 +14,9 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import quote
 
 import asyncpg
 
@@ -28,7 +29,7 @@ from megamcp.errors import DeadlineExceeded, Gone, MegaMCPError, NoCapacity
 from megamcp.failpoints import failpoint
 from megamcp.handles import Signer
 from megamcp.settings import Settings
-from megamcp.state.clones import CallRow, Cluster
+from megamcp.state.clones import CallRow, Cluster, Standing
 from megamcp.store import Store, translated
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,9 @@ class Place:
     cluster: Cluster
     name: str
     dsn: str
-    """Of the database's own login. Holds its password."""
+    """Of the database's own login. Holds its password, and the deed as a setting of the session."""
+    deed: str = field(default="", repr=False)
+    """By which the first call makes the copy the rollout's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class Databases:
                     return place
             elif head["status"] == "ready":
                 if head["rewind_to"] is None or await self.carry_out(rollout, server.name, head):
-                    return await self.placed(head["cluster"], head["name"])
+                    return await self._placed(head["cluster"], head["name"], rollout, server, head["epoch"])
             elif head["status"] == "full":
                 raise self.over_quota(rollout)
             elif head["orphaned"]:  # its maker died; the keeper drops what there is of it
@@ -155,12 +158,21 @@ class Databases:
         """Whether a checkpoint should be a copy: too much log lies between it and the last such copy, or is gone."""
         return behind is None or behind > self._settings.database_log
 
+    async def _placed(
+        self, cluster_name: str, name: str, rollout: str, server: LoadedServer, epoch: int | None
+    ) -> Place:
+        place = await self.placed(cluster_name, name)
+        if epoch is None:
+            return place
+        deed = self._signer.deed(name, rollout=rollout, server=server.name, epoch=epoch)
+        return replace(place, dsn=f"{place.dsn}{'&' if '?' in place.dsn else '?'}megamcp.deed={quote(deed)}", deed=deed)
+
     def password(self, name: str) -> str:
         """Of the login that belongs to a database and has its name."""
         return self._signer.password(f"database {name}")
 
     async def _make(self, rollout: str, server: LoadedServer, environment: LoadedEnvironment) -> Place | None:
-        """A copy for the rollout, bound to it; None when somebody else is making it, or the rollout moved meanwhile."""
+        """A copy for the rollout; None when somebody else is making it, or the rollout moved meanwhile."""
         standing = await self._store.row(sql.STANDING, rollout)
         if standing is None or standing["status"] != "open":
             raise Gone(f"Rollout {rollout} is {standing['status'] if standing else 'gone'}.", code="rollout_closed")
@@ -168,23 +180,20 @@ class Databases:
             made = await self._copy_for(stack, rollout, server, environment)
             if made is None:
                 return None
-            cluster, name, lineage = made
-            async with cluster.inside(name) as inside:
-                await inside.bind(rollout, server.name, standing["epoch"])
-                mark = await inside.mark()
-            await failpoint("database.bound")
+            cluster, name, lineage, last_call = made
+            await failpoint("database.made")
             done = await self._store.value(
-                sql.HEAD_READY, name, standing["epoch"], standing["checkpoint"], lineage, mark.call
+                sql.HEAD_READY, name, standing["epoch"], standing["checkpoint"], lineage, last_call
             )
             if done:
-                return await self.placed(cluster.name, name)
+                return await self._placed(cluster.name, name, rollout, server, standing["epoch"])
             await self._give_up(name, rollout)
             return None
 
     async def _copy_for(
         self, stack: contextlib.AsyncExitStack, rollout: str, server: LoadedServer, environment: LoadedEnvironment
-    ) -> tuple[Cluster, str, dict[str, int]] | None:
-        """A copy that stands where the rollout does, with its lineage; None when somebody else is making it."""
+    ) -> tuple[Cluster, str, dict[str, int], int] | None:
+        """A copy that stands where the rollout does, its lineage and last call; None when another process makes it."""
         origin = await self._store.row(sql.ORIGIN, rollout, server.name)
         if origin is not None:
             cluster = await self.clusters.named(origin["cluster"])
@@ -192,7 +201,7 @@ class Databases:
             if name is None:
                 return None
             found = await self._copy_at(cluster, point_of(origin), name, server, environment, origin["lineage"])
-            return cluster, name, found
+            return cluster, name, *found
         source = await self.sources.ready(server, environment)
         cluster = await self.clusters.named(source.cluster)
         name = await self._store.value(
@@ -200,12 +209,12 @@ class Databases:
         )
         if name is not None:
             await stack.enter_async_context(self.underway.making(name))
-            return cluster, name, {}
+            return cluster, name, {}, 0
         name = await self.plan(stack, cluster, server, environment, rollout, {})
         if name is None:
             return None
         await self.copy(cluster, source.name, name)
-        return cluster, name, {}
+        return cluster, name, {}, 0
 
     async def settled(self, rollout: str, server: LoadedServer) -> asyncpg.Record | None:
         """The row of the rollout's database when it is ready and owes nothing; None when there is none yet."""
@@ -235,7 +244,7 @@ class Databases:
             if point is None:
                 await self.copy(cluster, source.name, name)
             else:
-                found = await self._copy_at(cluster, point, name, server, environment, lineage)
+                found, _ = await self._copy_at(cluster, point, name, server, environment, lineage)
             await self.underway.ready(name, sealed=False, lineage=found)
         return await self.placed(cluster.name, name), found
 
@@ -286,9 +295,10 @@ class Databases:
                 hint="Release rollouts and checkpoints, or give MEGAMCP_STATE_DIR more room.",
             )
 
-    async def copy(self, cluster: Cluster, source: str, name: str) -> None:
-        await cluster.clone(source, name, login=name, password=self.password(name))
+    async def copy(self, cluster: Cluster, source: str, name: str, *, at: int | None = None) -> Standing | None:
+        found = await cluster.clone(source, name, login=name, password=self.password(name), at=at)
         await failpoint("database.copied")
+        return found
 
     async def _copy_at(
         self,
@@ -298,14 +308,20 @@ class Databases:
         server: LoadedServer,
         environment: LoadedEnvironment,
         lineage: Mapping[str, int],
-    ) -> dict[str, int]:
-        """A copy that stands at a point. Returns its lineage."""
+    ) -> tuple[dict[str, int], int]:
+        """A copy that stands at a point. Returns its lineage and the id of its last call."""
         assert server.database is not None
-        await self.copy(cluster, point.database, name)
-        async with cluster.inside(name) as inside:
-            split = await inside.position()
-            if await inside.go_back(point.position, within_s=self._settings.rewind_timeout_s):
-                return {**lineage, point.database: split}
+        standing = await self.copy(cluster, point.database, name, at=point.position)
+        reached = standing is not None and standing.there
+        if not reached:
+            async with cluster.inside(name) as inside:
+                standing = await inside.standing(point.position)
+                reached = standing.there or await inside.go_back(
+                    point.position, within_s=self._settings.rewind_timeout_s
+                )
+        assert standing is not None
+        if reached:
+            return {**lineage, point.database: standing.head}, standing.call
         # DDL came after it, or it takes too long. A sealed copy or the source can be played on: no DDL lies between.
         sealed, after = point.sealed, point.sealed_position
         if sealed is None or after is None:
@@ -317,10 +333,10 @@ class Databases:
             await cluster.drop(name, name)
             await self.copy(cluster, sealed, name)
             async with cluster.inside(name) as inside, cluster.inside(log_of) as log:
-                await inside.redo(log, after, point.position, within_s=self._settings.rewind_timeout_s)
+                last_call = await inside.redo(log, after, point.position, within_s=self._settings.rewind_timeout_s)
             await self.underway.ready(log_of, sealed=False)
         known = {ancestor: min(position, after) for ancestor, position in lineage.items()}
-        return {**known, point.database: after, sealed: after}
+        return {**known, point.database: after, sealed: after}, last_call
 
     # -- following the rollout --------------------------------------------------------------------------------------
 
@@ -333,7 +349,7 @@ class Databases:
         position = head["rewind_to"]
         tell = self.tell(cluster, name, "the rollout was rolled back")
         async with cluster.hold(name, patience_s=patience_s, on_busy=tell) as inside:
-            if (bound := await inside.bound()) is not None and bound.epoch >= epoch:
+            if (bound := await inside.bound()) and bound.rollout == rollout and bound.epoch >= epoch:
                 reached = True  # another process, or this one before it was killed
             else:
                 await cluster.mend_logins(name, self.password)

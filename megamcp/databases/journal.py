@@ -5,7 +5,7 @@ goes after it was dropped, so whatever is cut off in between is found here.
 """
 
 # A rollout's own database, whatever its condition.
-HEAD = """select d.name, d.cluster, d.status, d.rewind_to, d.collected, d.lineage,
+HEAD = """select d.name, d.cluster, d.status, d.rewind_to, d.collected, d.lineage, d.epoch,
     d.status = 'creating' and not megamcp.alive(d.owner) as orphaned
     from megamcp.databases d where d.rollout = $1 and d.server = $2"""
 
@@ -53,7 +53,7 @@ CONDEMN_UNMADE = """update megamcp.databases set status = 'dropping', rollout = 
     where name = any ($1::text[]) and status = 'creating'"""
 
 # A rollout's database is ready, if the rollout still stands where it stood when the copy was begun.
-HEAD_READY = """update megamcp.databases d set status = 'ready', lineage = $4::jsonb, collected = $5
+HEAD_READY = """update megamcp.databases d set status = 'ready', epoch = $2, lineage = $4::jsonb, collected = $5
     from megamcp.rollouts r
     where d.name = $1 and d.status = 'creating' and d.rollout = r.id and r.status = 'open' and r.epoch = $2
       and r.checkpoint is not distinct from $3 returning d.name"""

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 ALL = "SOAK_SECONDS" in os.environ
 CODE = Path(__file__).parents[2] / "megamcp"
 CLONE = ("clone.drained", "clone.created", "clone.cleaned", "clone.admitted")
-MAKE = ("database.planned", *CLONE, "database.copied", "database.bound")
+MAKE = ("database.planned", *CLONE, "database.copied", "database.made")
 DROP = ("drop.shut", "drop.database", "database.dropped")
 
 PASSES: dict[Operation, tuple[str, ...]] = {
@@ -64,7 +64,7 @@ CHOSEN: dict[str, Operation] = {
     "load.copied": ops.load_own,
     "database.planned": ops.fork_at_head,
     "database.copied": ops.fork_over_ddl,
-    "database.bound": ops.first_call,
+    "database.made": ops.first_call,
     "clone.drained": ops.fork_at_head,
     "clone.created": ops.fork_behind_head,
     "clone.cleaned": ops.fork_at_head,

@@ -44,7 +44,7 @@ FAILPOINTS = (
     "clone.cleaned",
     "clone.admitted",
     "database.copied",
-    "database.bound",
+    "database.made",
     "database.rewound",
     "database.retired",
     "database.dropped",

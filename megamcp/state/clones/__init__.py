@@ -15,6 +15,6 @@ exactly once. What a clone is for (rollouts, checkpoints, leases) is the control
 from megamcp.state.clones.cluster import Cluster
 from megamcp.state.clones.contents import compare
 from megamcp.state.clones.inside import Inside
-from megamcp.state.clones.types import CallRow, Disk, Keys, Mark
+from megamcp.state.clones.types import CallRow, Disk, Keys, Mark, Standing
 
-__all__ = ["CallRow", "Cluster", "Disk", "Inside", "Keys", "Mark", "compare"]
+__all__ = ["CallRow", "Cluster", "Disk", "Inside", "Keys", "Mark", "Standing", "compare"]

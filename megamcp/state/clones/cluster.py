@@ -29,7 +29,7 @@ from megamcp.state.clones import disk, fitness, lock, logins, source
 from megamcp.state.clones.access import Access
 from megamcp.state.clones.inside import Inside
 from megamcp.state.clones.lock import OnBusy
-from megamcp.state.clones.types import Disk, Keys
+from megamcp.state.clones.types import Disk, Keys, Standing
 from megamcp.state.names import ident
 
 log = logging.getLogger(__name__)
@@ -150,27 +150,33 @@ class Cluster:
         password: str = "",
         patience_s: float = 10.0,
         on_busy: OnBusy | None = None,
-    ) -> None:
-        """Copy a database. Without a login the copy stays sealed.
+        at: int | None = None,
+    ) -> Standing | None:
+        """Copy a database. Without a login the copy stays sealed. Says how it stands to the position `at`, or None.
 
-        Where the source takes connections, its lock is waited for (see `hold`) and all its sessions are ended.
+        Where the source takes connections, its lock is waited for (see `hold`) and all its sessions are ended; so what
+        is asked of the source then is true of the copy. Of a sealed source nothing can be asked.
         Raises `NotFound`, `Conflict` (`database_exists`), `Unavailable` (`disk_full`).
         """
         self._check(target)
-        async with self._one_at_a_time() as connection:
-            if sealed := await self._sealed(connection, source_name):
-                await self._copy(connection, source_name, target)
-        if not sealed:
-            await self._copy_live(source_name, target, patience_s, on_busy)
+        async with self._access.maintenance() as connection:
+            sealed = await self._sealed(connection, source_name)
+        if sealed:  # or being copied just now
+            async with self._one_at_a_time() as connection:
+                if sealed := await self._sealed(connection, source_name):
+                    await self._copy(connection, source_name, target)
+        standing = None if sealed else await self._copy_live(source_name, target, patience_s, on_busy, at)
         # What follows is the copy's own business; the next one may be made meanwhile.
         await failpoint("clone.created")
         async with self._access.maintenance() as connection:
             await self._clean(connection, target, login)
             await failpoint("clone.cleaned")
-            await connection.execute(source.database_rights(target))
-            if login is not None:
-                await self._admit(connection, target, login, password)
+            if login is None:
+                await connection.execute(source.database_rights(target))
+            else:
+                await self._admit(connection, target, login, password, source.database_rights(target))
         await failpoint("clone.admitted")
+        return standing
 
     async def admit(self, name: str, login: str, password: str) -> None:
         """Make or renew a database's login and open the database."""
@@ -315,7 +321,9 @@ class Cluster:
             ) from error
         stack.callback(turn.release)
 
-    async def _copy_live(self, source_name: str, target: str, patience_s: float, on_busy: OnBusy | None) -> None:
+    async def _copy_live(
+        self, source_name: str, target: str, patience_s: float, on_busy: OnBusy | None, at: int | None
+    ) -> Standing | None:
         """Copy a database that is in use. It is waited for before the others are kept waiting."""
         async with self._live_copies, contextlib.AsyncExitStack() as stack:
             try:
@@ -325,10 +333,12 @@ class Cluster:
                     if not await self._sealed(connection, source_name):
                         raise
                     await self._copy(connection, source_name, target)
-                return
+                return None
+            standing = None if at is None else await held.standing(at)
             async with self._one_at_a_time() as connection:
                 try:
                     await self._close(connection, source_name, held)
+                    held.connection.terminate()  # which gives the lock back, and is gone by the next line
                     await stack.aclose()
                     await self._end_sessions(connection, source_name, [])
                     await failpoint("clone.drained")
@@ -336,10 +346,9 @@ class Cluster:
                 finally:
                     reopen = f"alter database {ident(source_name)} with allow_connections true"
                     await asyncio.shield(connection.execute(reopen))
+            return standing
 
     async def _copy(self, connection: Any, source_name: str, target: str) -> None:
-        if await exists(connection, target):
-            raise Conflict(f"There is a database {target} already.", code="database_exists")
         try:
             await connection.execute(f"set file_copy_method = {'clone' if self.reflink else 'copy'}")
             await connection.execute(
@@ -355,12 +364,12 @@ class Cluster:
         except asyncpg.DuplicateDatabaseError as error:
             raise Conflict(f"There is a database {target} already.", code="database_exists") from error
 
-    async def _admit(self, connection: Any, name: str, login: str, password: str) -> None:
-        found = await connection.fetchval("select exists (select from pg_roles where rolname = $1)", login)
-        await connection.execute(
-            logins.login(name, login, password, exists=found)
-            + f"alter database {ident(name)} with allow_connections true"
-        )
+    async def _admit(self, connection: Any, name: str, login: str, password: str, first: str = "") -> None:
+        last = f"alter database {ident(name)} with allow_connections true"
+        try:
+            await connection.execute(first + logins.login(name, login, password, exists=False) + last)
+        except asyncpg.DuplicateObjectError:
+            await connection.execute(first + logins.login(name, login, password, exists=True) + last)
 
     async def _clean(self, connection: Any, target: str, login: str | None) -> None:
         """What belonged to the source's login is the owner's here, and what it was granted is no more."""

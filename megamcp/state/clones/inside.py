@@ -17,7 +17,7 @@ import asyncpg
 from megamcp.errors import Conflict, DeadlineExceeded
 from megamcp.state.clones import diffs
 from megamcp.state.clones.logins import OWNER
-from megamcp.state.clones.types import Bound, CallRow, Mark
+from megamcp.state.clones.types import Bound, CallRow, Mark, Standing
 from megamcp.state.schema import MODULUS, TableDiff
 
 _FREEZE = """select m.*, (select o.sum from megamcp.marks o where o.position = 0) as origin,
@@ -93,9 +93,9 @@ class Inside:
         row = await self.connection.fetchrow("select rollout, server, epoch from megamcp.here")
         return None if row["rollout"] is None else Bound(*row.values())
 
-    async def position(self) -> int:
-        """The end of the log: no position in it is above."""
-        return int(await self.connection.fetchval("select megamcp.head()"))
+    async def standing(self, position: int) -> Standing:
+        """Whether what is here now is the state of a mark, as it is, and what else a copy of it would be."""
+        return Standing(*(await self.connection.fetchrow("select * from megamcp.standing($1)", position)).values())
 
     async def origin_sum(self) -> int:
         """The digest of what the source holds, which is position 0."""
@@ -159,10 +159,11 @@ class Inside:
         await self.connection.execute("select megamcp.begin_trim($1)", position)
         await self.connection.execute("truncate megamcp.log")
 
-    async def redo(self, source: "Inside", after: int, upto: int, *, within_s: float | None = None) -> None:
+    async def redo(self, source: "Inside", after: int, upto: int, *, within_s: float | None = None) -> int:
         """Bring this database from the state that `source` had at `after` to the one that it had at `upto`.
 
-        Both must come from one clone, with no DDL between `after` and `upto`. Calls of the path come along.
+        Both must come from one clone, with no DDL between `after` and `upto`. Calls of the path come along;
+        returns the id of the last one.
         Raises `Conflict` (`not_reachable`, `not_exact`), `DeadlineExceeded`.
         """
         if await source.connection.fetchval(
@@ -195,6 +196,7 @@ class Inside:
         mark = await self.mark()
         if None not in (mark.digest, target["sum"]) and mark.digest != int(target["sum"]):
             raise _not_exact("they came out otherwise.", _MEDDLED)
+        return mark.call
 
     @asynccontextmanager
     async def _moving(self, within_s: float | None) -> AsyncIterator[asyncpg.Connection]:
@@ -267,11 +269,15 @@ class Inside:
         """End the backend that runs a call, or waits to. Says whether there was one."""
         return bool(await self.connection.fetchval("select megamcp.end_call($1)", nonce))
 
-    async def call_fail(self, handle: str, tool: str, arguments: str, error: str) -> tuple[bool, str, bool]:
-        """See `megamcp.call_fail`: (recorded, result, is_error)."""
-        row = await self.connection.fetchrow(
-            "select * from megamcp.call_fail($1, $2, $3, $4)", handle, tool, arguments, error
-        )
+    async def call_fail(
+        self, handle: str, tool: str, arguments: str, error: str, *, deed: str = ""
+    ) -> tuple[bool, str, bool]:
+        """See `megamcp.call_fail`: (recorded, result, is_error). `deed` is for a copy that no call has reached yet."""
+        async with self.connection.transaction():
+            await self.connection.execute("select set_config('megamcp.deed', $1, true)", deed)
+            row = await self.connection.fetchrow(
+                "select * from megamcp.call_fail($1, $2, $3, $4)", handle, tool, arguments, error
+            )
         return row["recorded"], row["result"], row["is_error"]
 
     async def digest(self) -> int:

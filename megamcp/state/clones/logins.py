@@ -65,8 +65,8 @@ def login(database: str, role: str, password: str, *, exists: bool) -> str:
     return (
         f"{verb} role {role_sql} login password {literal(scram_verifier(password))};"
         f"grant {OWNER} to {role_sql} with inherit true, set true;"
-        f"alter role {role_sql} reset all; alter role {role_sql} in database {database_sql} reset all;"
-        f"grant connect on database {database_sql} to {role_sql};"
+        + (f"alter role {role_sql} reset all; alter role {role_sql} in database {database_sql} reset all;" * exists)
+        + f"grant connect on database {database_sql} to {role_sql};"
         f"alter role {role_sql} in database {database_sql} set role = {literal(OWNER)};"
     )
 

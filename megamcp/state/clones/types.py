@@ -31,6 +31,15 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """What a copy made now would be: the end of its log, its last call, and whether it is at a mark as it is."""
+
+    head: int
+    call: int
+    there: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Bound:
     """The rollout, server and epoch whose handles a database takes."""
 

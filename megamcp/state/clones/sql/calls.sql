@@ -71,6 +71,27 @@ create function megamcp.call_lock(nonce uuid) returns bigint
 language sql immutable parallel safe set search_path = pg_catalog, pg_temp
 return hashtextextended(nonce::text, 7726);
 
+-- Whose database this is. A fresh copy still says whose it was copied from: the first call brings the gateway's *deed*, a
+-- handle of mode d that names the database, as a setting of its session, and the copy is the deed's from then on.
+create function megamcp.owner_now(rollout text, server text) returns megamcp.here
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+declare
+    here megamcp.here;
+    deed text := current_setting('megamcp.deed', true);
+    d megamcp.handle;
+begin
+    select x.* into here from megamcp.here x;
+    if (here.rollout is distinct from owner_now.rollout or here.server is distinct from owner_now.server) and deed <> '' then
+        d := megamcp.open_handle(deed);
+        if d.mode = 'd' and d.point = current_database() then
+            update megamcp.here x set rollout = d.rollout, server = d.server, epoch = d.epoch
+             where x.rollout is distinct from d.rollout or x.server is distinct from d.server;
+            select x.* into here from megamcp.here x;
+        end if;
+    end if;
+    return here;
+end $$;
+
 -- Waits for the database's lock until the handle's deadline, then checks whose database this is now.
 create function megamcp.admit(h megamcp.handle, shared boolean) returns megamcp.here
 language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
@@ -95,7 +116,7 @@ begin
             'The call waited for another call of this rollout until its deadline.');
     end;
     perform set_config('lock_timeout', before_lock, true);
-    select x.* into here from megamcp.here x;
+    here := megamcp.owner_now(h.rollout, h.server);
     if here.rollout is distinct from h.rollout or here.server is distinct from h.server then
         perform megamcp.refuse('MM401', 'handle_foreign', 'The state handle was made for another database.');
     end if;
@@ -223,6 +244,7 @@ begin
                 else jsonb_build_object('isError', true, 'content', jsonb_build_array(
                          jsonb_build_object('type', 'text', 'text', x.reason)))::text end
       into result from megamcp.ended_calls x where x.nonce = h.nonce;
+    perform megamcp.owner_now(h.rollout, h.server);
     result := coalesce(result, error_result);
     recorded := result <> error_result;
     is_error := true;

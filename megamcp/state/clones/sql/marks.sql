@@ -167,6 +167,18 @@ language sql stable set search_path = pg_catalog, pg_temp as $$
        and not exists (select from megamcp.log l where l.id > mark and l.barrier is not null)
 $$;
 
+-- What a copy made now would be: `head` and `call` as they are, and whether it stands at a mark just as it is.
+create function megamcp.standing(mark bigint, out head bigint, out call bigint, out there boolean)
+language sql stable set search_path = pg_catalog, pg_temp as $$
+    select megamcp.head(), (select coalesce(max(c.id), 0) from megamcp.calls c),
+           exists (select from megamcp.marks m, megamcp.here h join megamcp.segments s on s.id = h.segment
+                    where m.position = mark and m.sequences = megamcp.sequence_values()
+                      and not exists (select from megamcp.log l
+                                       where l.id > case when s.id = m.segment then m.position
+                                                         when s.origin = m.position then s.start end)
+                      and (s.id = m.segment or s.origin = m.position and s.start is not null))
+$$;
+
 create function megamcp.set_sequences(sequences jsonb) returns void
 language sql volatile set search_path = pg_catalog, pg_temp as $$
     select setval(s.key::oid::regclass, (s.value ->> 0)::bigint, (s.value ->> 1)::boolean) from jsonb_each(sequences) s
