@@ -20,7 +20,7 @@ import asyncpg
 
 from megamcp import state
 from megamcp import store as sql
-from megamcp.databases import Databases, Freezer
+from megamcp.databases import Databases, Freezer, columns, not_made
 from megamcp.databases import Point as DatabasePoint
 from megamcp.digests import add, digest_of, files_sum
 from megamcp.environments import Environments, LoadedEnvironment
@@ -30,6 +30,7 @@ from megamcp.sandboxed import Boxes, BoxFreezer
 from megamcp.sandboxed.freezer import Kept
 from megamcp.settings import Settings
 from megamcp.squasher import shorten
+from megamcp.state.names import literal
 from megamcp.store import Store, seconds
 from megamcp.types import RolloutStatus, SeedChoice
 
@@ -218,7 +219,7 @@ class Rollouts:
             sums |= {name: None if p.total is None else f"{p.total:032x}" for name, p in points.items()}
             sums |= {name: files_sum(kept.digest, memory=kept.memory) for name, kept in boxes.items()}
             made = await connection.fetchrow(
-                sql.PUBLISH_CHECKPOINT,
+                sql.PUBLISH_CHECKPOINT_AND_POINTS if points else sql.PUBLISH_CHECKPOINT,
                 rollout,
                 new_id("cp"),
                 turn,
@@ -228,9 +229,10 @@ class Rollouts:
                 digest_of(environment, sums),
                 label,
                 lease,
+                *(columns(points) if points else ()),
             )
-            if self._freezer and points:
-                await self._freezer.publish(connection, made["id"], rollout, points)
+            if made is None:
+                raise not_made()
             if self._box_freezer and boxes:
                 await self._box_freezer.publish(connection, made, boxes)
             return made
@@ -346,11 +348,13 @@ class Rollouts:
 
     @asynccontextmanager
     async def _alone(self, rollout: str, patience_s: float, reason: str) -> AsyncIterator[Locked]:
-        """The open rollout, locked against calls and other moves until the transaction ends."""
-        async with self._locked(rollout, "pg_advisory_xact_lock", patience_s, reason) as (connection, row):
+        """The open rollout, locked against calls and other moves until the transaction ends.
+
+        Its row is locked too: calls to servers without state take no other lock than that, to number themselves.
+        """
+        query = sql.ROLLOUT_BY_ID + sql.ROW_LOCK
+        async with self._locked(rollout, "pg_advisory_xact_lock", patience_s, reason, query) as (connection, row):
             demand_open(row)
-            # Calls to servers without state take no lock of the rollout, only this row's, to number themselves.
-            await connection.execute(sql.LOCK_ROLLOUT, rollout)
             yield connection, row
 
     @asynccontextmanager
@@ -361,33 +365,44 @@ class Rollouts:
             yield locked
 
     @asynccontextmanager
-    async def _locked(self, rollout: str, lock: str, patience_s: float, reason: str | None) -> AsyncIterator[Locked]:
+    async def _locked(
+        self, rollout: str, lock: str, patience_s: float, reason: str | None, query: str = sql.ROLLOUT_BY_ID
+    ) -> AsyncIterator[Locked]:
         """Take a rollout's lock. When patience ends: `DeadlineExceeded`, or with a `reason` end the calls in the way.
 
         A connection that waits is missing to other rollouts. So patience is many short waits with the connection given
         back between them; only while calls are being ended is it kept, at the head of the line.
         """
+        if "\0" in rollout:
+            raise BadRequest("A rollout's id holds a NUL character.", code="nul_character")
         give_up = time.monotonic() + patience_s
         tries_left = _END_TRIES
         while True:
             ending = reason if time.monotonic() >= give_up else None
-            async with self._enders if ending else contextlib.nullcontext(), self._store.transaction() as connection:
-                wait_s = _END_WAIT_S if ending else _GLANCE_S
-                await connection.execute(f"set local lock_timeout = {int(wait_s * 1000)}")
-                # Calls are ended while this waits in line, so that the next one in line isn't let in before it.
-                end = asyncio.create_task(self._end_calls(rollout, ending)) if ending else None
-                try:
-                    async with connection.transaction():
-                        await connection.execute(f"select {lock}(megamcp.lock_key($1))", rollout)
-                except asyncpg.LockNotAvailableError:
-                    pass
-                else:
-                    await connection.execute("set local lock_timeout = '30s'")
-                    yield connection, found(await connection.fetchrow(sql.ROLLOUT_BY_ID, rollout), rollout)
+            locked = False
+            try:
+                async with (
+                    self._enders if ending else contextlib.nullcontext(),
+                    self._store.transaction() as connection,
+                ):
+                    wait_s = _END_WAIT_S if ending else _GLANCE_S
+                    # Calls are ended while this waits in line, so that the next one in line isn't let in before it.
+                    end = asyncio.create_task(self._end_calls(rollout, ending)) if ending else None
+                    try:
+                        await connection.execute(
+                            f"set local lock_timeout = {int(wait_s * 1000)};"
+                            f"select {lock}(megamcp.lock_key({literal(rollout)}));"
+                            "set local lock_timeout = '30s'"
+                        )
+                    finally:
+                        if end:
+                            await end
+                    locked = True
+                    yield connection, found(await connection.fetchrow(query, rollout), rollout)
                     return
-                finally:
-                    if end:
-                        await end
+            except DeadlineExceeded:
+                if locked:
+                    raise
             if time.monotonic() >= give_up:
                 tries_left -= 1
                 if reason is None or not tries_left:

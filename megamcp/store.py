@@ -103,7 +103,8 @@ TELL_MOVE = f"select pg_notify(megamcp.channel('{MOVES}'), json_build_array($1::
 TELL_STANDING = f"""select pg_notify(megamcp.channel('{MOVES}'), json_build_array(id, epoch)::text)
     from megamcp.rollouts where id = $1"""
 
-LOCK_ROLLOUT = "select 1 from megamcp.rollouts where id = $1 for no key update"
+# With a query of rollouts: their rows stay locked.
+ROW_LOCK = " for no key update of r"
 
 # The last layer that two points have in common: of the newest checkpoint that both stand on. Null without one.
 LAST_COMMON_LAYER = """with recursive a(id, parent, depth, chain) as (
@@ -132,7 +133,7 @@ END_ROLLOUT = """with ended as (
 select count(*) from ended"""
 
 # Publishes a checkpoint and moves the rollout's head onto a fresh layer, unless the old one holds nothing.
-PUBLISH_CHECKPOINT = """with made as (
+_PUBLISH = """with made as (
     insert into megamcp.checkpoints (id, rollout, environment, parent, turn, depth, seq, epoch, chain, layer, sums,
                                      digest, label, seed, expires_at)
     select $2, r.id, r.environment, r.checkpoint, coalesce($3, r.turn + 1), r.depth + 1, r.seq, r.epoch,
@@ -150,9 +151,30 @@ PUBLISH_CHECKPOINT = """with made as (
     select v.id, v.seq, 'checkpoint',
            jsonb_build_object('checkpoint', m.id, 'turn', m.turn, 'label', m.label, 'digest', m.digest)
       from moved v, made m
-)
+)"""
+_PUBLISHED = """
 select m.*, e.name || '@' || e.hash as environment_name, array[]::text[] as pins
   from made m join megamcp.environments e on e.id = m.environment"""
+PUBLISH_CHECKPOINT = _PUBLISH + _PUBLISHED
+
+# The same with the points of the rollout's own databases. The journal has their calls up to each point's; copies that
+# were made for it are ready with it. No row where one of those was condemned meanwhile.
+PUBLISH_CHECKPOINT_AND_POINTS = f"""{_PUBLISH}, point as (
+    select * from unnest($10::text[], $11::text[], $12::bigint[], $13::text[], $14::bigint[], $15::bigint[])
+        as x(server, database, position, sealed, sealed_position, call)
+), heard as (
+    update megamcp.databases d set collected = greatest(d.collected, p.call)
+      from point p where d.name = p.database and d.rollout = $1
+), kept as (
+    update megamcp.databases d set status = 'ready', sealed = true
+      from point p where d.name = p.sealed and d.status = 'creating' returning d.name
+), stands as (
+    insert into megamcp.snapshots (checkpoint, server, database, position, sealed, sealed_position)
+    select m.id, p.server, p.database, p.position, p.sealed, p.sealed_position from made m, point p
+     where p.sealed is null or exists (select 1 from kept k where k.name = p.sealed)
+        or exists (select 1 from megamcp.databases d where d.name = p.sealed and d.status = 'ready')
+    returning server
+){_PUBLISHED} where (select count(*) from stands) = (select count(*) from point)"""
 
 # Moves the head back. The abandoned layer is dead; its rows are invisible from this statement on.
 MOVE_BACK = """with old as (

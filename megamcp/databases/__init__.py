@@ -8,9 +8,22 @@ condition (`Keeper` tidies up what is left).
 
 from megamcp.databases.clusters import Clusters
 from megamcp.databases.door import Door
-from megamcp.databases.freezing import Freezer
+from megamcp.databases.freezing import Freezer, columns
 from megamcp.databases.heads import Databases, Place, Point
 from megamcp.databases.keeper import Keeper
 from megamcp.databases.reads import Reads, Spot
+from megamcp.databases.underway import not_made
 
-__all__ = ["Clusters", "Databases", "Door", "Freezer", "Keeper", "Place", "Point", "Reads", "Spot"]
+__all__ = [
+    "Clusters",
+    "Databases",
+    "Door",
+    "Freezer",
+    "Keeper",
+    "Place",
+    "Point",
+    "Reads",
+    "Spot",
+    "columns",
+    "not_made",
+]

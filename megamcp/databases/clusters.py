@@ -24,7 +24,7 @@ from megamcp import outages
 from megamcp.errors import Gone, Unavailable
 from megamcp.postgres import EmbeddedPostgres
 from megamcp.settings import Settings
-from megamcp.state.clones import Cluster
+from megamcp.state.clones import Cluster, disk
 from megamcp.state.clones.logins import scram_verifier
 from megamcp.state.names import literal
 
@@ -56,6 +56,7 @@ class OwnCluster:
     async def __aenter__(self) -> Self:
         _set_aside(self._folder)
         await self._postgres.start()
+        disk.copy_by_page(self._folder / "cluster" / "base")
         await _shorten_login(self.dsn)
         return self
 

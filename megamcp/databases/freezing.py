@@ -1,13 +1,14 @@
-"""Where a rollout's databases stand when a checkpoint is made of it, and the rows that keep those points.
+"""Where a rollout's databases stand when a checkpoint is made of it.
 
-Invariants:
-- what is frozen stays as it is until the checkpoint is published: the database's lock is held, or a sealed copy is;
-- a checkpoint stands on nothing that its own transaction does not keep from the keeper.
+Invariant:
+- what is frozen stays as it is until the checkpoint is published: the database's lock is held, or a sealed copy is.
 
 Making and moving databases is `heads`' business, the checkpoint itself `rollouts`'.
 """
 
+import asyncio
 import contextlib
+import sys
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -17,7 +18,6 @@ import asyncpg
 
 from megamcp.databases import journal as sql
 from megamcp.databases.heads import Databases, Point, call_arguments, point_of
-from megamcp.databases.underway import not_made
 from megamcp.environments import LoadedEnvironment, LoadedServer
 from megamcp.state.clones import Inside
 
@@ -27,6 +27,7 @@ class Freezer:
 
     def __init__(self, databases: Databases) -> None:
         self._databases = databases
+        self._thawing: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def frozen(
@@ -37,7 +38,8 @@ class Freezer:
         `connection` is in the transaction that holds the rollout's lock.
         """
         points: dict[str, Point] = {}
-        async with contextlib.AsyncExitStack() as stack:
+        stack = contextlib.AsyncExitStack()
+        try:
             for server in environment.servers:
                 if not server.database:
                     continue
@@ -59,6 +61,14 @@ class Freezer:
                     continue
                 points[server.name] = await self._freeze(stack, connection, row, environment, server, head, patience_s)
             yield points
+        except BaseException:
+            if not await stack.__aexit__(*sys.exc_info()):
+                raise
+        else:
+            # The points don't move any more, so nobody waits for the locks to be given back.
+            thawing = asyncio.create_task(stack.aclose())
+            self._thawing.add(thawing)
+            thawing.add_done_callback(self._thawing.discard)
 
     async def _freeze(
         self,
@@ -97,15 +107,6 @@ class Freezer:
             if fits:
                 return Point(name, mark.position, copy, mark.position, total, mark.call)
 
-    async def publish(
-        self, connection: asyncpg.Connection, checkpoint: str, rollout: str, points: Mapping[str, Point]
-    ) -> None:
-        """In the transaction that publishes the checkpoint."""
-        for server, p in points.items():
-            place = (p.database, p.position, p.sealed, p.sealed_position)
-            if await connection.fetchval(sql.PUBLISH, checkpoint, server, *place, p.call, rollout) is None:
-                raise not_made()
-
     async def _collect(
         self, connection: asyncpg.Connection, inside: Inside, head: Mapping[str, Any], nonces: Sequence[uuid.UUID]
     ) -> None:
@@ -114,3 +115,9 @@ class Freezer:
         for call in await inside.calls(head["collected"]) if missing else ():
             if call.nonce in missing:
                 await connection.execute(sql.RECORD, *call_arguments(call), False)
+
+
+def columns(points: Mapping[str, Point]) -> tuple[list[Any], ...]:
+    """Points as the query that publishes a checkpoint wants them: servers, databases, positions, and so on."""
+    rows = [(s, p.database, p.position, p.sealed, p.sealed_position, p.call) for s, p in points.items()]
+    return tuple(list(column) for column in zip(*rows, strict=True))

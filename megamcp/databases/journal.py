@@ -58,18 +58,6 @@ HEAD_READY = """update megamcp.databases d set status = 'ready', epoch = $2, lin
     where d.name = $1 and d.status = 'creating' and d.rollout = r.id and r.status = 'open' and r.epoch = $2
       and r.checkpoint is not distinct from $3 returning d.name"""
 
-# Where a checkpoint's database stands; the journal has its calls up to $7. The copy that was made for it is ready with
-# it. No row where that was condemned meanwhile.
-PUBLISH = """with told as (
-    update megamcp.databases set collected = greatest(collected, $7) where name = $3 and rollout = $8
-), kept as (
-    update megamcp.databases set status = 'ready', sealed = true where name = $5 and status = 'creating' returning name
-)
-insert into megamcp.snapshots (checkpoint, server, database, position, sealed, sealed_position)
-select $1, $2, $3, $4, $5, $6 where $5::text is null or exists (select 1 from kept)
-    or exists (select 1 from megamcp.databases where name = $5 and status = 'ready')
-returning checkpoint"""
-
 UNRECORDED = """select n.nonce from unnest($1::uuid[]) as n(nonce)
     where not exists (select 1 from megamcp.events v where v.nonce = n.nonce)"""
 

@@ -16,6 +16,11 @@ _EXTENT = struct.Struct("=QQQQQLLLL")  # logical, physical, length, 2 reserved, 
 _LAST, _SHARED = 0x1, 0x2000
 _ROOM = 128
 
+_GET_ATTRIBUTES, _SET_ATTRIBUTES = 0x801C581F, 0x401C5820
+_ATTRIBUTES = struct.Struct("=LLLLL8x")  # flags, size of extents, their number, project, size of copied extents
+_OWN_COPY_SIZE = 0x00010000
+_PAGE = 8192
+
 
 def own_bytes(folder: Path) -> int | None:
     """Bytes of a folder's files that no other file shares. None where that can't be told."""
@@ -56,3 +61,20 @@ def _own_bytes_of(path: str) -> int:
                 return found
     finally:
         os.close(descriptor)
+
+
+def copy_by_page(folder: Path) -> bool:
+    """From now on, a write to a shared block in what is made in the folder copies PostgreSQL's page and no more: XFS
+    takes 128 kB otherwise. Says whether the file system can; it has to be the caller's folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        attributes = bytearray(_ATTRIBUTES.size)
+        fcntl.ioctl(descriptor, _GET_ATTRIBUTES, attributes)
+        flags, size, number, project, _ = _ATTRIBUTES.unpack(attributes)
+        _ATTRIBUTES.pack_into(attributes, 0, flags | _OWN_COPY_SIZE, size, number, project, _PAGE)
+        fcntl.ioctl(descriptor, _SET_ATTRIBUTES, attributes)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -93,6 +93,10 @@ class Inside:
         row = await self.connection.fetchrow("select rollout, server, epoch from megamcp.here")
         return None if row["rollout"] is None else Bound(*row.values())
 
+    async def position(self) -> int:
+        """The end of the log: no position in it is above."""
+        return int(await self.connection.fetchval("select megamcp.head()"))
+
     async def standing(self, position: int) -> Standing:
         """Whether what is here now is the state of a mark, as it is, and what else a copy of it would be."""
         return Standing(*(await self.connection.fetchrow("select * from megamcp.standing($1)", position)).values())

@@ -30,7 +30,7 @@ create table megamcp.here (
     rollout text,
     server text,
     epoch integer,
-    segment bigint not null references megamcp.segments,
+    segment bigint not null,            -- no foreign keys onto segments: each call of a fresh copy would write their page
     hand integer,                       -- backend that puts rows back on behalf of the one who has the lock
     trimmed bigint not null default 0   -- the log is whole above this position only
 );
@@ -43,7 +43,7 @@ create table megamcp.calls (
     rollout text not null,
     server text not null,
     epoch integer not null,
-    segment bigint not null references megamcp.segments,
+    segment bigint not null,
     mode text not null,
     tool text not null,
     arguments text not null,
@@ -71,9 +71,9 @@ create function megamcp.call_lock(nonce uuid) returns bigint
 language sql immutable parallel safe set search_path = pg_catalog, pg_temp
 return hashtextextended(nonce::text, 7726);
 
--- Whose database this is. A fresh copy still says whose it was copied from: the first call brings the gateway's *deed*, a
--- handle of mode d that names the database, as a setting of its session, and the copy is the deed's from then on.
-create function megamcp.owner_now(rollout text, server text) returns megamcp.here
+-- Whose database this is. A fresh copy still says whose it was copied from, and when: the first call brings the gateway's
+-- *deed*, a handle of mode d that names the database, as a setting of its session, and the copy is the deed's from then on.
+create function megamcp.owner_now(h megamcp.handle) returns megamcp.here
 language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
 declare
     here megamcp.here;
@@ -81,11 +81,11 @@ declare
     d megamcp.handle;
 begin
     select x.* into here from megamcp.here x;
-    if (here.rollout is distinct from owner_now.rollout or here.server is distinct from owner_now.server) and deed <> '' then
+    if deed <> '' and (here.rollout, here.server, here.epoch) is distinct from (h.rollout, h.server, h.epoch) then
         d := megamcp.open_handle(deed);
         if d.mode = 'd' and d.point = current_database() then
             update megamcp.here x set rollout = d.rollout, server = d.server, epoch = d.epoch
-             where x.rollout is distinct from d.rollout or x.server is distinct from d.server;
+             where (x.rollout, x.server) is distinct from (d.rollout, d.server) or x.epoch < d.epoch;
             select x.* into here from megamcp.here x;
         end if;
     end if;
@@ -116,7 +116,7 @@ begin
             'The call waited for another call of this rollout until its deadline.');
     end;
     perform set_config('lock_timeout', before_lock, true);
-    here := megamcp.owner_now(h.rollout, h.server);
+    here := megamcp.owner_now(h);
     if here.rollout is distinct from h.rollout or here.server is distinct from h.server then
         perform megamcp.refuse('MM401', 'handle_foreign', 'The state handle was made for another database.');
     end if;
@@ -244,7 +244,7 @@ begin
                 else jsonb_build_object('isError', true, 'content', jsonb_build_array(
                          jsonb_build_object('type', 'text', 'text', x.reason)))::text end
       into result from megamcp.ended_calls x where x.nonce = h.nonce;
-    perform megamcp.owner_now(h.rollout, h.server);
+    perform megamcp.owner_now(h);
     result := coalesce(result, error_result);
     recorded := result <> error_result;
     is_error := true;
