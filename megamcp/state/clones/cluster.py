@@ -55,6 +55,7 @@ class Cluster:
         self._live_copies = asyncio.Semaphore(max(1, admin_connections // 4))
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._folder: str | None = None
+        self._sound: dict[str, str] = {}
 
     async def open(self, control: str | None = None) -> None:
         """Look whether the server can do this. Raises `Unprocessable` (`postgres_too_old`, `postgres_rights`).
@@ -189,7 +190,7 @@ class Cluster:
         For databases whose login has their name. Sessions that are open keep the settings that they began with.
         """
         async with self._access.maintenance() as connection:
-            found = await logins.strayed(connection, prefix, password)
+            found = await logins.strayed(connection, prefix, password, self._sound)
             for name in found:
                 await connection.execute(logins.login(name, name, password(name), exists=True))
         return found
@@ -224,6 +225,7 @@ class Cluster:
         """Take a database away with its login and its hand, whatever they are doing. Idempotent."""
         self._check(name)
         self._access.forget_hand(name)
+        self._sound.pop(name, None)
         async with self._access.maintenance() as connection:
             await self._drop(connection, source.temporary(name), [])
             await self._drop(connection, name, [*filter(None, [login]), logins.hand(name), source.builder(name)])

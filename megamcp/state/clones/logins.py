@@ -11,7 +11,7 @@ import base64
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from megamcp.state.names import ident, literal
@@ -42,8 +42,10 @@ def is_password(verifier: str, password: str) -> bool:
     try:
         _, parts, keys = verifier.split("$")
         rounds, salt = parts.split(":")
+        if int(rounds) != _ITERATIONS:  # a role may write itself one with rounds for hours
+            return False
         server = base64.b64decode(keys.split(":")[1])
-        salted = hashlib.pbkdf2_hmac("sha256", password.encode(), base64.b64decode(salt), int(rounds))
+        salted = hashlib.pbkdf2_hmac("sha256", password.encode(), base64.b64decode(salt), _ITERATIONS)
     except (ValueError, IndexError, OverflowError):
         return False
     return hmac.compare_digest(hmac.digest(salted, b"Server Key", "sha256"), server)
@@ -83,20 +85,31 @@ def hand_login(database: str, password: str, *, exists: bool) -> str:
     )
 
 
+# Settings are joined once: they have no index by role.
 _STRAYED = """select r.rolname as login, r.rolpassword as verifier,
-    array(select case when s.setdatabase = d.oid then c else '' end
-            from pg_db_role_setting s, unnest(s.setconfig) c where s.setrole = r.oid) as settings
+    array_agg(case when s.setdatabase = d.oid then s.one else '' end) filter (where s.setrole is not null) as settings
   from pg_authid r join pg_database d on d.datname = r.rolname
- where starts_with(r.rolname, $1) and r.rolcanlogin"""
+  left join (select x.setrole, x.setdatabase, unnest(x.setconfig) as one from pg_db_role_setting x) s
+    on s.setrole = r.oid
+ where starts_with(r.rolname, $1) and r.rolcanlogin
+ group by r.rolname, r.rolpassword"""
 
 
-async def strayed(connection: Any, prefix: str, password: Callable[[str], str]) -> list[str]:
-    """Logins of the databases of a prefix that have changed their own password or settings, as every role may."""
-    return [
-        row["login"]
-        for row in await connection.fetch(_STRAYED, prefix)
-        if row["settings"] != [f"role={OWNER}"] or not is_password(row["verifier"] or "", password(row["login"]))
-    ]
+async def strayed(
+    connection: Any, prefix: str, password: Callable[[str], str], sound: MutableMapping[str, str]
+) -> list[str]:
+    """Logins of the databases of a prefix that have changed their own password or settings, as every role may.
+
+    `sound` keeps the verifiers that were found good, for the next time.
+    """
+    found = []
+    for row in await connection.fetch(_STRAYED, prefix):
+        login, verifier = row["login"], row["verifier"] or ""
+        if sound.get(login) != verifier and is_password(verifier, password(login)):
+            sound[login] = verifier
+        if sound.get(login) != verifier or row["settings"] != [f"role={OWNER}"]:
+            found.append(login)
+    return found
 
 
 async def strangers(connection: Any, database: str, *, but: str | None = None) -> list[str]:
