@@ -30,7 +30,6 @@ from megamcp.sandboxed import Boxes, BoxFreezer
 from megamcp.sandboxed.freezer import Kept
 from megamcp.settings import Settings
 from megamcp.squasher import shorten
-from megamcp.state.names import literal
 from megamcp.store import Store, seconds
 from megamcp.types import RolloutStatus, SeedChoice
 
@@ -373,8 +372,6 @@ class Rollouts:
         A connection that waits is missing to other rollouts. So patience is many short waits with the connection given
         back between them; only while calls are being ended is it kept, at the head of the line.
         """
-        if "\0" in rollout:
-            raise BadRequest("A rollout's id holds a NUL character.", code="nul_character")
         give_up = time.monotonic() + patience_s
         tries_left = _END_TRIES
         while True:
@@ -389,11 +386,7 @@ class Rollouts:
                     # Calls are ended while this waits in line, so that the next one in line isn't let in before it.
                     end = asyncio.create_task(self._end_calls(rollout, ending)) if ending else None
                     try:
-                        await connection.execute(
-                            f"set local lock_timeout = {int(wait_s * 1000)};"
-                            f"select {lock}(megamcp.lock_key({literal(rollout)}));"
-                            "set local lock_timeout = '30s'"
-                        )
+                        await connection.execute(sql.take_lock(lock, rollout, wait_s))
                     finally:
                         if end:
                             await end

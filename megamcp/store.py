@@ -28,6 +28,7 @@ from megamcp.errors import (
     Unavailable,
     Unprocessable,
 )
+from megamcp.state.names import literal
 
 ROLLOUT = """r.id, r.environment, e.name || '@' || e.hash as environment_name, r."group", r.status, r.parent_checkpoint,
     r.checkpoint, r.layer, r.seq, r.epoch, r.turn, r.depth, r.dirty, r.seed, r.labels, r.created_at, r.expires_at"""
@@ -102,6 +103,17 @@ TELL_MOVE = f"select pg_notify(megamcp.channel('{MOVES}'), json_build_array($1::
 # The same where a rollout stays at its epoch: what processes have noted of its databases is no longer true.
 TELL_STANDING = f"""select pg_notify(megamcp.channel('{MOVES}'), json_build_array(id, epoch)::text)
     from megamcp.rollouts where id = $1"""
+
+
+def take_lock(lock: str, rollout: str, wait_s: float) -> str:
+    """A rollout's lock for the transaction, in one round trip. Raises `BadRequest` for an id that no text is."""
+    if "\0" in rollout:
+        raise BadRequest("A rollout's id holds a NUL character.", code="nul_character")
+    return (
+        f"set local lock_timeout = {int(wait_s * 1000)};"
+        f"select {lock}(megamcp.lock_key({literal(rollout)})); set local lock_timeout = '30s'"
+    )
+
 
 # With a query of rollouts: their rows stay locked.
 ROW_LOCK = " for no key update of r"
