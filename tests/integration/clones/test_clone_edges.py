@@ -183,7 +183,7 @@ async def test_a_login_gets_back_its_password_and_its_settings(world: World, clu
     await cluster.clone(db.name, name, login=name, password=password(name))
     assert await cluster.mend_logins(name, password) == []
     user = await asyncpg.connect(cluster.dsn_for(name, name, password(name)))
-    await user.execute("alter role session_user password 'mine'")
+    await user.execute("set role none; alter role session_user password 'mine'")
     assert await cluster.mend_logins(name, password) == [name]
     await user.execute("alter role session_user set search_path = pg_catalog")
     assert await cluster.mend_logins(name, password) == [name]
