@@ -18,7 +18,7 @@ import asyncio
 import itertools
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -192,6 +192,8 @@ class Database:
         except Exception as error:
             if not is_lost(error):
                 raise
+            if "53300" in _states(error):
+                raise CallRefused("database_busy", "PostgreSQL has no connection left.", rpc=-32005) from error
             raise unavailable("The tool server can't reach its database.", error) from error
         driver: Any = fairy.driver_connection
         guard = Guarded(driver)
@@ -221,6 +223,13 @@ class Database:
 def unavailable(message: str, error: BaseException | None, **data: Any) -> CallRefused:
     log.warning("%s (%s)", message, type(error).__name__ if error else "connection closed")
     return CallRefused("database_unavailable", message, rpc=-32007, **data)
+
+
+def _states(error: BaseException | None) -> Iterator[str | None]:
+    """The SQLSTATEs of an error and of what caused it."""
+    while error is not None:
+        yield getattr(error, "sqlstate", None)
+        error = error.__cause__
 
 
 def is_lost(error: BaseException) -> bool:
