@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 import asyncpg
 
+from megamcp import outages
 from tests.e2e.test_soak import KINDS, PAIR, Castle, Held, Soak, superuser
 
 REACHED_S = 30.0
@@ -145,7 +146,7 @@ class Siege(Soak):
         end = time.monotonic() + 60
         while True:
             await self.castle.raise_again()
-            with contextlib.suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            with contextlib.suppress(*outages.DRIVER):
                 async with self.control() as connection:
                     if await connection.fetchval(question, *arguments):
                         return

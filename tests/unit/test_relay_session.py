@@ -77,7 +77,9 @@ cuts = st.lists(st.integers(0, 10_000), max_size=12)
 bodies = st.binary(max_size=300)
 asked = st.lists(
     st.one_of(
-        st.builds(message, st.sampled_from([Client.BIND, Client.EXECUTE, Client.QUERY, Client.FUNCTION_CALL]), bodies),
+        st.builds(message, st.sampled_from([Client.QUERY, Client.FUNCTION_CALL]), bodies),
+        st.builds(lambda rest: message(Client.BIND, b"p\0a\0" + rest), bodies),
+        st.just(message(Client.EXECUTE, b"p\0" + bytes(4))),
         st.builds(
             lambda size: messages.parse("a", "x" * size), st.sampled_from([0, 50, WHOLE_LIMIT - 9, WHOLE_LIMIT + 9])
         ),
@@ -101,6 +103,17 @@ answered = st.lists(
 )
 
 
+def passed(parts: list[bytes]) -> bytes:
+    """What goes to the backend before it has answered anything: an Execute of what may be a DISCARD ALL, since it was
+    too long to be read, waits for the answers to what was sent before, which are asked for."""
+    unread = False
+    for number, part in enumerate(parts):
+        unread = unread or (part[0] == Client.PARSE and len(part) > WHOLE_LIMIT)
+        if unread and part[0] == Client.EXECUTE:
+            return b"".join(parts[:number])
+    return b"".join(parts)
+
+
 @settings(deadline=None)
 @given(asked, cuts)
 def test_a_backend_gets_every_byte_in_order_after_it_has_let_the_client_in(parts: list[bytes], cut: list[int]) -> None:
@@ -110,7 +123,10 @@ def test_a_backend_gets_every_byte_in_order_after_it_has_let_the_client_in(parts
         stage.says(stage.client, data, cut)
         assert stage.to_backend.bytes == ENTER
         stage.backend.data_received(LET_IN)
-        assert stage.to_backend.bytes == ENTER + data
+        sent = stage.to_backend.bytes
+        while passed(parts) != data and sent.endswith(messages.FLUSH):
+            sent = sent.removesuffix(messages.FLUSH)
+        assert sent == ENTER + passed(parts)
         assert stage.to_client.bytes == b""
         stage.session.fail("57P01", "the end")
 

@@ -55,8 +55,9 @@ async def test_rollback_ends_calls_in_flight_and_they_leave_nothing(world: World
     rollout = await world.one()
     point = await world.checkpoint(rollout)
     running = asyncio.create_task(world.call(rollout, "hang", key="late"))
+    await world.held(rollout)
     queued = asyncio.create_task(world.call(rollout, "put", key="queued", value="x"))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0)
     await world.roll_back(rollout, point["id"])
     for task in (running, queued):
         with pytest.raises((MegaMCPError, ToolFailed)):

@@ -1,5 +1,6 @@
 """Short words for what the tests of the promises do with rollouts of the ledger environment."""
 
+import asyncio
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,11 @@ class World:
         if structured is None:
             return result["content"][0]["text"]
         return structured["result"] if set(structured) == {"result"} else structured
+
+    async def held(self, rollout: str) -> None:
+        """Returns when a call that writes holds the rollout."""
+        while not await self.services.store.rows(store.HOLDERS, rollout):
+            await asyncio.sleep(0.01)
 
     async def checkpoint(self, rollout: str, **options: Any) -> asyncpg.Record:
         return await self.services.rollouts.make_checkpoint(rollout, **options)
