@@ -49,6 +49,8 @@ bench: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.fork
 	$(BIN)/python -m benchmarks.overlay
 	$(BIN)/python -m benchmarks.footprint
+	$(BIN)/python -m benchmarks.database
+	$(BIN)/python -m benchmarks.tree_search
 
 fuzz: $(DEV_STAMP)
 	FUZZ_SECONDS=$(SECONDS) FUZZ_WORKERS=$(CORES) $(BIN)/python -m pytest tests/integration/overlay/test_differential.py \
