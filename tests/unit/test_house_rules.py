@@ -88,6 +88,8 @@ DIRECTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("megamcp.relay", "megamcp.errors", "megamcp.state.names"),
         ("asyncpg", "sqlalchemy", "fastapi", "starlette", "mcp", "aiohttp", "httpx"),
     ),
+    ("sandboxes", ("sandboxes",), ("asyncpg", "sqlalchemy", "fastapi", "starlette", "mcp", "pydantic", "httpx")),
+    ("sandboxes/confine", ("sandboxes.confine",), ("msgspec",)),
     ("megamcp/errors.py", (), ("pydantic", "asyncpg", "fastapi")),
     ("megamcp/types.py", (), ("asyncpg", "fastapi", "sqlalchemy")),
     ("megamcp/settings.py", (), ("asyncpg", "fastapi", "sqlalchemy")),
@@ -107,6 +109,13 @@ def test_nothing_of_the_product_imports_tests_or_benchmarks_or_the_trainer() -> 
     for path in sources("megamcp", "tool_servers"):
         for name in imports(path):
             assert not within(name, "tests", "benchmarks", "weft_trainer"), f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_the_gateway_reaches_sandboxes_by_their_client_alone() -> None:
+    allowed = ("sandboxes.client", "sandboxes.types", "sandboxes.files")
+    for path in sources("megamcp"):
+        for name in imports(path):
+            assert not within(name, "sandboxes") or within(name, *allowed), f"{path.relative_to(ROOT)} imports {name}"
 
 
 def test_fixtures_are_imported_by_tests_only() -> None:
