@@ -268,7 +268,8 @@ async def test_random_steps_and_kills_leave_no_difference(scratch_folder: Path) 
             soak = Soak(castle, http, random.Random(int(os.environ.get("SOAK_SEED", "11"))))
             await _run(soak)
     except BaseException:
-        log.error("the gateway's log ends with\n%s", (folder / "gateway.log").read_text()[-8000:])
+        for file in (folder / "gateway.log", *sorted((folder / "data").glob("*/postgres.log"))):
+            log.error("%s ends with\n%s", file, file.read_text(errors="replace")[-8000:])
         raise
     finally:
         await castle.stop()
