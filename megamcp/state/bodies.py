@@ -16,12 +16,14 @@ from postgast.errors import check_error
 from postgast.native import lib
 
 from megamcp.state import refusals, rewrites
+from megamcp.state.grouping import CLAUSE
 from megamcp.state.refusals import Refusal
 from megamcp.state.statements import body_verdict
 
 _DYNAMIC = {"PLpgSQL_stmt_dynexecute", "PLpgSQL_stmt_dynfors", "dynquery"}
 _CONTROL = {"PLpgSQL_stmt_commit", "PLpgSQL_stmt_rollback"}
 _CLOCK_LITERAL = re.compile(r"\s*'\s*(now|today|tomorrow|yesterday)\s*'\s*", re.I)
+_REWRITTEN = re.compile(rf"conflict|{CLAUSE.pattern}", re.I)
 _STATEMENT, _EXPRESSION = 0, 2  # parse modes of PL/pgSQL; others are assignments
 
 
@@ -102,11 +104,11 @@ def _sides(assignment: str) -> Iterator[str]:
 
 
 async def rewritten(definition: str, rewrite: Callable[[str], Awaitable[tuple[str, bool]]]) -> str | None:
-    """The CREATE FUNCTION with its INSERT … ON CONFLICT in the form that the views take; None when it has none."""
+    """The CREATE FUNCTION with its ON CONFLICT and GROUP BY a key as the views take them; None when it has none."""
     tree = postgast.parse(definition)
     function = tree.stmts[0].stmt.create_function_stmt
     body = text(function)
-    if "conflict" not in body.lower():
+    if not _REWRITTEN.search(body):
         return None
     options = {option.def_elem.defname: option.def_elem.arg for option in function.options}
     if options["language"].string.sval == "sql":
@@ -115,7 +117,7 @@ async def rewritten(definition: str, rewrite: Callable[[str], Awaitable[tuple[st
         queries = [query for _, query, mode in _parts(function) if mode == _STATEMENT and query]
     changed = body
     for query in sorted({query.strip() for query in queries}, key=len, reverse=True):
-        if "conflict" not in query.lower():
+        if not _REWRITTEN.search(query):
             continue
         other, runs = await rewrite(query)
         if not runs:
@@ -123,6 +125,8 @@ async def rewritten(definition: str, rewrite: Callable[[str], Awaitable[tuple[st
         if other == query:
             continue
         if query not in changed:  # PL/pgSQL cuts INTO out of its queries
+            if "conflict" not in query.lower():
+                continue
             raise NotRewritten(query)
         changed = changed.replace(query, other)
     if changed == body:

@@ -127,6 +127,7 @@ class Sequence:
     last: int  # value handed out last; where the next one was set, that less the increment
     called: bool  # `last` was really handed out
     owner: str | None = None  # table whose column owns it
+    owner_column: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +345,7 @@ async def _sequences(conn: Any, schema: str) -> tuple[Sequence, ...]:
                 last=last if called else last - row["seqincrement"],
                 called=called,
                 owner=row["owner"],
+                owner_column=row["owner_column"],
             )
         )
     return tuple(found)

@@ -22,8 +22,8 @@ _CLOCK_NAMES = ("transaction_timestamp", "statement_timestamp", "clock_timestamp
 
 # What a tool role may call. Every other function of s_<h> is for the control role alone.
 SHADOWED = ("now", *_CLOCK_NAMES, "timeofday", "age", "random", "random_normal", "gen_random_uuid", "uuidv4", "uuidv7",
-            "setseed", "nextval", "currval", "setval", "lastval", "current_date", "current_time", "current_timestamp",
-            "localtime", "localtimestamp")  # fmt: skip
+            "setseed", "nextval", "currval", "setval", "lastval", "pg_get_serial_sequence", "current_date",
+            "current_time", "current_timestamp", "localtime", "localtimestamp")  # fmt: skip
 
 
 def core(state: str, visible: str) -> str:
@@ -89,6 +89,12 @@ def sequences(state: str, visible: str, found: tuple[Sequence, ...]) -> str:
         or never,
         "setting": "".join(f"when {literal(q.name)} then {literal(setting(q))} " for q in found) or never,
     }
+    owned = ", ".join(
+        f"({literal(q.owner)}::text, {literal(q.owner_column)}::text, {literal(q.name)}::text)"
+        for q in found
+        if q.owner and q.owner_column
+    )
+    arms["owned"] = owned or "(null::text, null::text, null::text)"
     parts.append(_SQL["sequences"].format(s=s, v=v, schema=literal(visible), **arms))
     return "".join(parts)
 

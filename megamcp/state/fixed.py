@@ -65,7 +65,7 @@ class Ahead:
 def _probe(sql: str, tables: Mapping[str, Columns], schema: str) -> str | None:
     """The EXPLAIN that fails if `sql` gives such a column a value; None when it surely doesn't.
 
-    Other errors of it mean nothing: parameters, whose types are not known yet, are nulls.
+    Other errors of it mean nothing: its parameters are nulls.
     """
     lowered = sql.lower()
     if not any(name.lower() in lowered for name in tables):
@@ -84,10 +84,11 @@ def _probe(sql: str, tables: Mapping[str, Columns], schema: str) -> str | None:
             write.relation.schemaname = schema
     if not found:
         return None
-    return f"explain {_without_parameters(postgast.deparse(tree))}"
+    return f"explain {without_parameters(postgast.deparse(tree))}"
 
 
-def _without_parameters(sql: str) -> str:
+def without_parameters(sql: str) -> str:
+    """The statement with nulls in the place of its parameters, whose types are not known yet."""
     raw, parts, done = sql.encode(), list[bytes](), 0
     for token in postgast.scan(sql).tokens:
         if token.token == _PARAMETER:

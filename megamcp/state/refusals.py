@@ -61,6 +61,11 @@ TOO_WIDE = Refusal(
 SEVERAL_KEYS = Refusal(
     f"{_CONFLICT} DO UPDATE over several keys at once", "each may meet another row", "Name one key by ON CONSTRAINT."
 )
+GROUPED_BY_KEY = Refusal(
+    "GROUP BY a primary key beside a column whose type has no equality",
+    "a view has no primary key",
+    "Add that column to the query outside of the groups, or cast it to text.",
+)
 SET_OF_SUBSELECT = Refusal(
     f"{_CONFLICT} DO UPDATE SET (…) = (SELECT …)", "its columns can't be taken apart", "Assign them one by one."
 )
@@ -262,6 +267,7 @@ SHADOWED = frozenset(
         "currval",
         "setval",
         "lastval",
+        "pg_get_serial_sequence",
     }
 )
 _CHANCE = frozenset({"setseed", "uuid_generate_v1", "uuid_generate_v1mc", "uuid_generate_v4"})

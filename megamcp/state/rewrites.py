@@ -1,5 +1,5 @@
 """Statements that a view does not take, rewritten to ones that it does: INSERT … ON CONFLICT, OVERRIDING, row locks,
-the keyword forms of the clock. And a look ahead at values that columns don't take (`fixed`).
+GROUP BY a key, the keyword forms of the clock. And a look ahead at values that columns don't take (`fixed`).
 
 `INSERT … ON CONFLICT` becomes two steps of one command, through the views of schema w_<h> (`companions`):
 
@@ -24,7 +24,7 @@ from typing import Any
 import postgast
 from postgast import pg_query_pb2 as pb
 
-from megamcp.state import fixed, refusals
+from megamcp.state import fixed, grouping, locks, refusals
 from megamcp.state.names import hidden, ident, idents, literal
 from megamcp.state.statements import refuse
 
@@ -32,7 +32,8 @@ Fetch = Callable[..., Awaitable[Sequence[Any]]]
 """fetch(sql, *arguments) → rows, on the connection that will run the statement. May raise PostgreSQL's errors."""
 
 _CANDIDATE = re.compile(
-    r"\bconflict\b|\boverriding\b|\bcurrent_|\blocaltime|\btruncate\b|\bconstraints\b|\bfor\s+(no\s|key\s|update|share)",
+    r"\bconflict\b|\boverriding\b|\bcurrent_|\blocaltime|\btruncate\b|\bconstraints\b"
+    rf"|{locks.CLAUSE.pattern}|{grouping.CLAUSE.pattern}",
     re.I,
 )
 _KEPT, _KEPT_LENGTH = 1_000, 16_000  # texts, so that they stay below some 64 MiB
@@ -108,6 +109,7 @@ class Rewriter:
         self._texts: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._tables: dict[tuple[str, str], _Table | None] = {}
         self._ahead = fixed.Ahead()
+        self._grouping = grouping.Grouping()
 
     async def rewrite(self, sql: str, fetch: Fetch, path: str = "", *, read_only: bool = False) -> tuple[str, bool]:
         """The statement to run in place of `sql`, and whether it takes the parameters of `sql`.
@@ -151,7 +153,8 @@ class Rewriter:
             return await self._truncate(statement, fetch, path)
         if node.HasField("constraints_set_stmt"):
             return await self._constraints(statement, fetch)
-        changed = not read_only and _unlocked(tree)
+        changed = not read_only and await locks.unlocked(tree, sql, fetch)
+        changed = await self._grouping.extend(tree, sql, fetch, path) or changed
         parts: list[str] = []
         conflicts = False
         for item in statement.with_clause.ctes if hasattr(statement, "with_clause") else ():
@@ -453,29 +456,6 @@ def _common_table(item: pb.Node) -> str:
     clause.ctes[0].CopyFrom(item)
     text: str = postgast.deparse(tree)
     return text.removeprefix("WITH ").removesuffix(" SELECT 1").strip()
-
-
-_AGGREGATES = re.compile(
-    r"count|sum|avg|min|max|every|(bool|bit)_(and|or|xor)|(array|string|jsonb?|xml|range|range_intersect)_agg"
-    r"|(jsonb?_object_agg.*)|(stddev|var|covar|regr)_?.*|corr|mode|percentile_.*|any_value"
-)
-
-
-def _unlocked(tree: pb.ParseResult) -> bool:
-    """Takes FOR UPDATE and its like out: who writes is alone. What PostgreSQL forbids them with keeps them."""
-    changed = False
-    for select in postgast.find_nodes(tree, pb.SelectStmt):
-        if not select.locking_clause:
-            continue
-        plain = not (select.group_clause or select.distinct_clause or select.window_clause or select.values_lists)
-        plain = plain and not select.HasField("having_clause") and select.op in (0, pb.SETOP_NONE)
-        for item in select.target_list:
-            for call in postgast.find_nodes(item, pb.FuncCall):
-                plain = plain and not call.HasField("over") and not _AGGREGATES.fullmatch(call.funcname[-1].string.sval)
-        if plain:
-            select.ClearField("locking_clause")
-            changed = True
-    return changed
 
 
 _KEYWORDS = frozenset({"CURRENT_DATE", "CURRENT_TIME", "CURRENT_TIMESTAMP", "LOCALTIME", "LOCALTIMESTAMP"})

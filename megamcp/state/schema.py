@@ -19,6 +19,7 @@ from decimal import Decimal
 from typing import Any
 
 import asyncpg
+import postgast
 
 from megamcp.errors import UnsupportedSchema, UnsupportedStatement
 from megamcp.loading import Script, as_script
@@ -31,7 +32,9 @@ from megamcp.state import (
     estimates,
     filling,
     foreign_keys,
+    grouping,
     late,
+    refusals,
     refuse,
     rewrites,
     rights,
@@ -44,7 +47,7 @@ from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, ROW, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 18
+COMPILER_VERSION = 19
 _ATTEMPTS = 20
 MODULUS = 1 << 128
 
@@ -305,11 +308,30 @@ async def _remake(conn: Any, v: str, found: catalog.Catalog) -> None:
     """The environment's functions that went with the tables, and its views, in order of creation."""
     for remake in found.remakes:
         if remake.kind == "view":
-            await rights.as_view(conn, v, remake.definition)
+            try:
+                async with conn.transaction():
+                    await rights.as_view(conn, v, remake.definition)
+            except asyncpg.GroupingError:
+                await rights.as_view(conn, v, _grouped(remake, found))
             continue
         if await conn.fetchval("select to_regprocedure($1) is null", remake.name):
             await rights.as_view(conn, v, remake.definition)
         await rights.as_view(conn, v, f"alter function {remake.name} set search_path = {_path(v, remake)}")
+
+
+def _grouped(view: catalog.Remake, found: catalog.Catalog) -> str:
+    """The view with what hangs on its primary keys in GROUP BY."""
+    keyed = {
+        table.name: grouping.Keyed(table.names, frozenset(key.columns))
+        for table in found.tables
+        for key in table.keys
+        if key.primary and not key.deferrable
+    }
+    tree = postgast.parse(view.definition)
+    if not grouping.extend(tree, keyed):
+        raise refused([refuse.Problem("GROUP BY", view.name, refusals.GROUPED_BY_KEY.reason, "Group by all columns.")])
+    made: str = postgast.deparse(tree)
+    return made
 
 
 def _path(v: str, function: catalog.Remake) -> str:

@@ -48,10 +48,14 @@ from pg_constraint n join pg_class c on c.oid = n.conrelid join pg_class p on p.
 where c.relnamespace = $1::text::regnamespace and n.contype = 'f' order by n.oid
 
 -- name: sequences
-select c.relname as name, s.seqstart, s.seqincrement, s.seqmin, s.seqmax, s.seqcycle,
-       (select t.relname from pg_depend p join pg_class t on t.oid = p.refobjid where p.objid = c.oid and p.classid = 'pg_class'::regclass
-        and p.refclassid = 'pg_class'::regclass and p.deptype in ('a', 'i') limit 1) as owner
-from pg_sequence s join pg_class c on c.oid = s.seqrelid where c.relnamespace = $1::text::regnamespace order by c.oid
+select c.relname as name, s.seqstart, s.seqincrement, s.seqmin, s.seqmax, s.seqcycle, o.owner, o.owner_column
+from pg_sequence s join pg_class c on c.oid = s.seqrelid
+left join lateral (
+  select t.relname as owner, a.attname::text as owner_column from pg_depend p join pg_class t on t.oid = p.refobjid
+  join pg_attribute a on a.attrelid = t.oid and a.attnum = p.refobjsubid
+  where p.objid = c.oid and p.classid = 'pg_class'::regclass and p.refclassid = 'pg_class'::regclass
+    and p.deptype in ('a', 'i') limit 1) o on true
+where c.relnamespace = $1::text::regnamespace order by c.oid
 
 -- name: triggers
 select t.tgname::text as name, c.relname::text as table, t.tgtype::int as kind, p.oid::regprocedure::text as function,

@@ -211,3 +211,14 @@ begin
   end if;
   return _value::bigint;
 end $body$;
+create function {v}.pg_get_serial_sequence(table_name text, column_name text) returns text language plpgsql stable as $body$
+declare
+  _table regclass := table_name::regclass;  -- views have columns, but own no sequence
+begin
+  if not exists (select from pg_attribute where attrelid = _table and attname = column_name and not attisdropped) then
+    raise exception 'column "%" of relation "%" does not exist', column_name,
+      (select relname from pg_class where oid = _table) using errcode = '42703';
+  end if;
+  return (select format('%I.%I', {schema}::text, sequence) from (values {owned}) o(of_table, of_column, sequence)
+          where of_table = (select relname from pg_class where oid = _table) and of_column = column_name);
+end $body$;

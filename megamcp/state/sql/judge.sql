@@ -50,6 +50,8 @@ union all select 'default of a view''s column', c.relname || '.' || a.attname, '
   from pg_attrdef d join c on c.oid = d.adrelid and c.relkind = 'v' join pg_attribute a on a.attrelid = c.oid and a.attnum = d.adnum
 union all select 'exclusion constraint', c.relname || '.' || n.conname, 'it has no index over a chain', 'Check it in the tool server.'
   from pg_constraint n join c on c.oid = n.conrelid where n.contype = 'x'
+union all select 'WITHOUT OVERLAPS or PERIOD', c.relname || '.' || n.conname, 'it has no index over a chain', 'Check it in the tool server.'
+  from pg_constraint n join c on c.oid = n.conrelid where n.conperiod
 union all select 'constraint not valid or not enforced', c.relname || '.' || n.conname, 'base rows may break it', 'Validate it.'
   from pg_constraint n join c on c.oid = n.conrelid where not n.convalidated
 union all select 'unique index with an operator class', i.relname::text, 'its equality may differ from =', 'Use the default operator class.'

@@ -83,6 +83,11 @@ def test_row_locks_are_what_a_call_that_writes_has_anyway(compare: Callable[...,
             "delete from leaf where id in (select id from leaf for key share)",
             "select count(*) from always for update",
             "select distinct v from always for share",
+            "select * from always for update of nobody",
+            "select * from (select count(*) from always) q for update",
+            "select p.id from plain p left join always a on a.id = p.a for update",
+            "select p.id from plain p left join always a on a.id = p.a for update of a",
+            "select p.id from plain p left join always a on a.id = p.a order by p.id for update of p",
         ],
     )
 

@@ -20,6 +20,7 @@ REFUSED = {
     "function name": "create function random() returns int language sql as $$ select 4 $$",
     "partitioned or inherited table": "create table a (id int primary key) partition by list (id)",
     "exclusion constraint": "create table a (id int primary key, r int4range, exclude using gist (r with &&))",
+    "WITHOUT OVERLAPS or PERIOD": "create table a (r int4range, v daterange, primary key (r, v without overlaps))",
     "row-level security": "create table a (id int primary key); alter table a enable row level security",
     "column type regclass": "create table a (id int primary key, r regclass)",
     "column name": "create table a (id int primary key, _mm_layer int)",

@@ -190,6 +190,23 @@ def test_a_sequence_can_be_read_as_a_table(compare: Compare) -> None:
     compare(SEQUENCES, ["t"], [], [one for step in steps for one in (step, *read)])
 
 
+def test_the_sequence_of_a_column_is_found_by_its_name(compare: Compare) -> None:
+    compare(
+        """create table t (id serial primary key, n bigint generated always as identity, a int);
+        create table "T x" ("Id" serial primary key)""",
+        ["t", '"T x"'],
+        [],
+        [
+            ("insert into t (a) values (1)", "select currval(pg_get_serial_sequence('t', 'id'))"),
+            "select nextval(pg_get_serial_sequence('t', 'n')), nextval(pg_get_serial_sequence('\"T x\"', 'Id'))",
+            "select pg_get_serial_sequence('t', 'a')",
+            "select pg_get_serial_sequence('t', 'nope')",
+            "select pg_get_serial_sequence('nope', 'id')",
+            "select setval(pg_get_serial_sequence('t', 'id'), coalesce(max(id), 1)) from t",
+        ],
+    )
+
+
 async def test_what_a_sequence_shows_is_forked_and_rolled_back_with_it(world: World) -> None:
     rollout = await world.open(await world.load("create sequence q start 5; create table t (a int primary key)"))
     read = "select last_value, log_cnt, is_called from q"

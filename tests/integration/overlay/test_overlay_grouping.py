@@ -1,0 +1,76 @@
+"""GROUP BY a primary key: what hangs on the key may be selected, as on plain tables."""
+
+import pytest
+
+from megamcp.errors import UnsupportedStatement
+from megamcp.state import rewrites
+from tests.integration.overlay.conftest import Compare, World
+
+DDL = """
+create table p (a int, b int, name text, j json, primary key (a, b));
+create table c (id int primary key, a int, b int, word text, late int, unique (late), foreign key (a, b) references p);
+create table d (id int, word text, primary key (id) deferrable);
+create view counted (x, y, z) as select p.a, p.name, count(*) from p join c using (a, b)
+  group by p.a, p.b having max(c.word) > '' order by p.name;
+create view over_it as select * from counted where y > '';
+create function named(low int) returns setof text language sql as
+  'select name from p where a >= low group by a, b order by name';
+create function told(low int) returns text language plpgsql as $$
+declare r record; told text := '';
+begin
+  for r in select p.name, count(*) as n from p where a >= low group by a, b order by name loop
+    told := told || r.name || r.n;
+  end loop;
+  return told;
+end $$;
+"""
+TABLES = ["p", "c", "d"]
+SEEDS = ["insert into p values (1, 1, 'x'), (1, 2, 'y')", "insert into c values (1, 1, 1, 'q'), (2, 1, 1, 'r')"]
+
+
+@pytest.mark.support("GROUP BY a primary key, other columns of its table beside it", "exact")
+def test_columns_that_hang_on_a_grouped_key_are_there(compare: Compare) -> None:
+    compare(
+        DDL,
+        TABLES,
+        SEEDS,
+        [
+            "select * from counted",
+            "select * from over_it",
+            "select named(0), told(0)",
+            "select name from p group by a, b order by name",
+            "select p.name, count(c.id) from p left join c using (a, b) group by a, b order by 1",
+            "select q.name, max(c.word) from p as q join c on (c.a, c.b) = (q.a, q.b) group by q.a, q.b",
+            "select z from p as q (x, y, z) group by x, y order by z",
+            "select a as u, b as w, name from p group by u, w order by 1, 2, 3",
+            "select a, b, name from p group by 1, 2 order by 3",
+            "select c.*, c from c group by id order by id",
+            "select 1 from p group by a, b having name > 'x'",
+            "select name, (select count(*) from c where c.a = p.a and c.word > p.name) from p group by a, b order by 1",
+            "insert into c select 100 + row_number() over (), a, b, name from p group by a, b returning *",
+            "update c set word = x.name from (select a, b, name from p group by a, b) x"
+            " where c.a = x.a and c.b = x.b returning c.*",
+            "select p.name, c.word from p right join c using (a, b) group by c.id, p.a, p.b order by 1, 2",
+            "select p.name from p, lateral (select word from c where c.a = p.a) l group by p.a, p.b order by 1",
+            "with p as (select 1 as a, 2 as b, 3 as name) select name from p group by a, b",
+            "select name from p group by a",
+            "select word from c group by late",
+            "select word from d group by id",
+            "select p.name, c.word from p join c using (a, b) group by p.a, p.b",
+        ],
+    )
+
+
+@pytest.mark.support(
+    "GROUP BY a primary key beside a column whose type has no equality", "refused: a view has no primary key"
+)
+async def test_a_column_that_can_not_be_grouped_by_is_refused(world: World) -> None:
+    rollout = await world.open(await world.load(DDL))
+    async with rollout.call() as db:
+
+        async def fetch(sql: str, *arguments: object) -> list[object]:
+            async with db.transaction():
+                return list(await db.fetch(sql, *arguments))
+
+        with pytest.raises(UnsupportedStatement, match="whose type has no equality"):
+            await rewrites.Rewriter().rewrite("select j from p group by a, b", fetch)
