@@ -10,13 +10,15 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
 import sys
 from pathlib import Path
 
-from sandboxes.forkserver import ForkServer
+from sandboxes.confine import kernel
+from sandboxes.forkserver.runtime import ForkServer
 from sandboxes.keeper import Keeper
 from sandboxes.runtime import Died, Folders, Runtime
 from sandboxes.types import Kind
@@ -72,6 +74,19 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
+def apart() -> None:
+    """What this process mounts is seen by nobody else and ends with it. Without root that takes a user namespace;
+    where there is none to be had, runtimes say what they can't do."""
+    try:
+        if os.geteuid() == 0:
+            kernel.unshare(kernel.CLONE_NEWNS)
+        else:
+            kernel.become_root_of_oneself()
+        kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_SLAVE)
+    except OSError as error:
+        log.warning("no namespace of mounts of its own: %s", error)
+
+
 def main() -> int:
     """The exit status: 0 when it was asked to end, 2 for what keeps it from starting."""
     parser = argparse.ArgumentParser(prog="python -m sandboxes", description="Keep the sandboxes of this host.")
@@ -98,6 +113,9 @@ def main() -> int:
     except OSError as error:
         log.error("%s", error)
         return 2
+    apart()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a sandbox takes five
     try:
         asyncio.run(keep(listener, options.state, child=options.child))
     finally:

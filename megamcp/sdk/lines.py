@@ -1,8 +1,9 @@
 """A tool server behind lines, without an event loop: what a sandbox of the fork server runs.
 
 One JSON-RPC message a line, answered one after another, each to its end in the calling thread; nothing is left alive
-between two lines, so that the process can be forked there. Tools work on what they keep in memory and in the working
-folder: a rollout's database is not for them (state of kinds `schema` and `database` is).
+between two lines, so that the process can be forked there. Another thread may pass on that a client has left a call.
+Tools work on what they keep in memory and in the working folder: a rollout's database is not for them (state of kinds
+`schema` and `database` is).
 """
 
 import logging
@@ -13,6 +14,7 @@ import msgspec
 
 from megamcp.sdk import rpc
 from megamcp.sdk.inject import Clock, Context, Random
+from megamcp.sdk.interrupts import STOPPED, Interrupts
 from megamcp.sdk.process import load_entry
 from megamcp.sdk.results import Outcome
 from megamcp.sdk.rpc import RpcError
@@ -22,6 +24,14 @@ log = logging.getLogger(__name__)
 
 Send = Callable[[bytes], None]
 
+_CANCELLED = -32800
+
+
+class _Left(msgspec.Struct):
+    """Parameters of notifications/cancelled."""
+
+    request: msgspec.Raw = msgspec.field(name="requestId")
+
 
 class Lines:
     """`entry` is a tool server, or where to find one (`package.module:attribute`). Raises EntryError."""
@@ -30,6 +40,7 @@ class Lines:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         self._server = entry if isinstance(entry, Server) else load_entry(entry)
         self._static = rpc.StaticAnswers(self._server)
+        self._interrupts = Interrupts()
 
     def handle(self, line: bytes, send: Send) -> None:
         """Answers one message, if it wants an answer."""
@@ -47,10 +58,24 @@ class Lines:
             send(b'{"jsonrpc":"2.0","id":%b,"result":%b}' % (number, result))
         except RpcError as error:
             send(error.body(number))
-        except Exception:
+        except STOPPED:
+            send(RpcError(_CANCELLED, "The call was cancelled.", {"code": "cancelled"}).body(number))
+        except BaseException:  # a tool that would end the process by an exception ends its call
             log.exception("a request failed")
             code = {"code": "internal"}
             send(RpcError(rpc.INTERNAL_ERROR, "Internal error of the tool server.", code).body(number))
+
+    def interrupt(self, line: bytes) -> bool:
+        """In another thread: whether a line says that a client has left its call. Then that is stopped."""
+        try:
+            request = rpc.parse(line)
+            if request.method != "notifications/cancelled":
+                return False
+            call = msgspec.json.decode(request.params, type=_Left).request
+        except (RpcError, msgspec.MsgspecError):
+            return False
+        self._interrupts.stop(bytes(call))
+        return True
 
     def _call(self, request: rpc.Request, send: Send) -> Outcome:
         call = request.tool_call()
@@ -71,4 +96,6 @@ class Lines:
             send(msgspec.json.encode({"jsonrpc": "2.0", "method": "notifications/progress", "params": params}))
 
         context = Context(tool.name, report if call.progress_token else None)
-        return tool.run_here(parsed, clock=Clock(), random=Random(), context=context)
+        assert request.id is not None
+        with self._interrupts.running(request.id) as started:
+            return tool.run_here(parsed, clock=Clock(), random=Random(), context=context, started=started)

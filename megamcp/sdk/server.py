@@ -22,6 +22,7 @@ from pydantic_core import PydanticSerializationError
 
 from megamcp.sdk.database import Lease
 from megamcp.sdk.inject import Clock, Context, Random
+from megamcp.sdk.interrupts import Stop, stops_task, stops_thread
 from megamcp.sdk.results import Outcome, failure, from_exception, invalid_arguments, success
 from megamcp.sdk.signature import Injected, Signature, ToolSignatureError, read_signature
 
@@ -98,12 +99,30 @@ class Tool:
             return self._raised(error)
         return self._returned(value)
 
-    def run_here(self, arguments: dict[str, Any], *, clock: Clock, random: Random, context: Context) -> Outcome:
+    def run_here(
+        self,
+        arguments: dict[str, Any],
+        *,
+        clock: Clock,
+        random: Random,
+        context: Context,
+        started: Callable[[Stop], None],
+    ) -> Outcome:
         """`run` to its end in this thread, for a server without a state of ours. An `async def` tool gets an event loop
-        of its own, of which nothing is left afterwards."""
+        of its own, of which nothing is left afterwards. `started` is told how to stop the tool; that raises
+        `interrupts.STOPPED` here."""
         self._inject(arguments, lease=None, clock=clock, random=random, context=context)
+
+        async def alone() -> Any:
+            started(stops_task())
+            return await self.function(**arguments)
+
         try:
-            value = asyncio.run(self.function(**arguments)) if self.signature.is_async else self.function(**arguments)
+            if self.signature.is_async:
+                value = asyncio.run(alone())
+            else:
+                started(stops_thread())
+                value = self.function(**arguments)
         except Exception as error:
             return self._raised(error)
         return self._returned(value)

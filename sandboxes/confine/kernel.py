@@ -1,17 +1,22 @@
 """System calls that Python has no name for. Each raises OSError with what was tried."""
 
+import contextlib
 import ctypes
+import fcntl
 import os
+import struct
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
 MS_REC, MS_PRIVATE, MS_SLAVE = 16384, 1 << 18, 1 << 19
 MNT_DETACH = 2
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 24, 38, 47
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 24, 38, 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 # Numbers that are the same on every architecture that this runs on (asm-generic numbers; x86-64 has its own below 424).
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+# ioctl PIDFD_GET_INFO with the first version of its struct (64 bytes), and what to ask for.
+_PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 3 << 30 | 64 << 16 | 0xFF << 8 | 11, 1 << 3
 _BY_MACHINE = {
     "x86_64": {"capset": 126, "pivot_root": 155, "seccomp": 317},
     "aarch64": {"capset": 91, "pivot_root": 41, "seccomp": 277},
@@ -31,6 +36,45 @@ def _checked(result: int, what: str) -> int:
 def unshare(flags: int) -> None:
     """New namespaces for this thread; a new pid namespace is for its next children."""
     _checked(_libc.unshare(flags), "unshare")
+
+
+def enter_mounts(path: str) -> None:
+    """Into the mount namespace that `path` (below /proc) names; this process must have one thread."""
+    place = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _checked(_libc.setns(place, CLONE_NEWNS), "setns")
+    finally:
+        os.close(place)
+
+
+def many_users() -> bool:
+    """Whether this process is root over more than itself: it may give things to other users."""
+    if os.geteuid() != 0:
+        return False
+    with open("/proc/self/uid_map") as table:
+        return sum(int(line.split()[2]) for line in table) > 1 << 16
+
+
+def become_root_of_oneself() -> None:
+    """Into a user and a mount namespace in which this user is root over what is its own. One thread only."""
+    uid, gid = os.geteuid(), os.getegid()
+    unshare(CLONE_NEWUSER | CLONE_NEWNS)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def exit_status(pidfd: int) -> int | None:
+    """Of a process that has ended and was reaped, negative for a signal. None where the kernel doesn't say (it does
+    since Linux 6.15), or doesn't yet."""
+    told = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(64, b"\0"))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, told)
+    except OSError:
+        return None
+    if not struct.unpack_from("Q", told)[0] & _PIDFD_INFO_EXIT:
+        return None
+    return os.waitstatus_to_exitcode(struct.unpack_from("i", told, 60)[0])
 
 
 def sethostname(name: str) -> None:
@@ -59,11 +103,9 @@ def prctl(option: int, *arguments: int) -> int:
 
 def drop_capabilities() -> None:
     """All of this thread's, for good."""
-    for number in range(64):
-        try:
+    with contextlib.suppress(OSError):  # the first number that the kernel doesn't know
+        for number in range(64):
             prctl(PR_CAPBSET_DROP, number)
-        except OSError:
-            break
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     nothing = (ctypes.c_uint32 * 6)()

@@ -1,10 +1,10 @@
 """`python -I -S launch.py PLAN`: makes a room of its own for a program and runs it there as process 1.
 
 The room is a new root with only what the plan names, read-only, in namespaces of its own. Run by root, the program is
-root of a user namespace whose only user is, outside, one that nobody else is; run by another user, it is that one.
+root of a user namespace whose only user is, outside, one that nobody else is; run by another user, that is the one.
 PLAN is JSON: `show` (paths of the host, seen at the same place), `layers` (a folder that is seen at /.layers, to be
-written to), `folders` (empty ones to be mounted on), `uid`, `hostname`, `network`, `command`, `environ`, and `control`,
-a descriptor that the program gets as number 3.
+written to), `folders` (empty ones to be mounted on), `uid` (null where this process has no users to give away),
+`hostname`, `network`, `command`, `environ`, and `control`, a descriptor that the program gets as number 3.
 
 Ends when the program does, and takes it along when it is killed.
 """
@@ -27,22 +27,23 @@ def main() -> int:
     """The program's exit status."""
     plan = json.loads(sys.argv[1])
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Memory that runs out is taken from sandboxes before it is from others.
+    _write("/proc/self/oom_score_adj", "500")
     os.dup2(plan["control"], 3)
     apart = kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     if not plan["network"]:
         apart |= kernel.CLONE_NEWNET
-    if os.geteuid() == 0:
+    if plan["uid"] is not None:
         kernel.unshare(kernel.CLONE_NEWNS)
         _build_root(plan)
         os.setgroups([])
         _with_user(plan["uid"], kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | apart)
+        # Taken away with the old user.
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        uid, gid = os.geteuid(), os.getegid()
-        kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | apart)
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"0 {uid} 1")
-        _write("/proc/self/gid_map", f"0 {gid} 1")
+        kernel.become_root_of_oneself()
         _build_root(plan)
+        kernel.unshare(apart)
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

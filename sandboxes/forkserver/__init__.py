@@ -1,5 +1,4 @@
-"""The fork server: Python servers that are warmed once and forked for each sandbox and image."""
+"""The fork server: Python servers that are warmed once and forked for each sandbox and image.
 
-from sandboxes.forkserver.runtime import ForkServer
-
-__all__ = ["ForkServer"]
+The keeper uses `runtime`; a server's own process runs `driver`, with nothing but the standard library.
+"""

@@ -1,279 +1,321 @@
 """`python -m sandboxes.forkserver.driver ENTRY ARGUMENT`: a server that is warmed once and then forked.
 
-A *driver thread* (the main one) talks to the keeper over descriptor 3 and forks; it keeps the capabilities that it has
-inside its user namespace, and runs no code of the server once that is loaded. The server's code runs in a *tool
-thread*, which has given up every capability and is confined by Landlock for good; so is all that it starts. Rights of
-threads are their own, so a fork from the driver thread starts free, and confinement does not pile up over generations.
-At a fork the tool thread has ended and nothing else is alive: no thread, no socket, no event loop.
+A *driver thread* (the main one) talks to the keeper over a control socket and forks; it keeps the capabilities that it
+has inside its user namespace, and runs no code of the server once that is loaded. The server's code runs in a *tool
+thread* (see `toolthread`). Rights of threads are their own, so a fork from the driver thread starts free, and
+confinement does not pile up over generations. The driver thread listens while a tool runs: to the keeper, which is told
+that the sandbox is busy, and to the client, which may have a call interrupted.
 
 Three kinds of process run this: the *zygote* (warm, not confined to any folder), *images* (frozen, forked off a sandbox
 and waiting) and *sandboxes* (with a folder and pipes of their own). The first two only fork.
 
-`ENTRY` (`package.module:attribute`) is called with `ARGUMENT` and gives the handler: `handle(line, send)` answers one
-line of the client by calling `send` with lines; it is given the next line only after it returned.
+`ENTRY` (`package.module:attribute`) is called with `ARGUMENT` and gives the handler, see `Handler`.
 """
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import json
 import os
-import random
+import resource
 import select
 import signal
 import socket
-import stat
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sandboxes.confine import kernel
+from sandboxes.forkserver import stillness
+from sandboxes.forkserver.stillness import NotAlone, OpenFile
+from sandboxes.forkserver.toolthread import ToolThread, confine
 
 CONTROL = 3
 READABLE = ["/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc", "/opt", "/proc", "/sys"]
 MOST_MESSAGE = 1 << 16
+_AHEAD = 1 << 20
+"""Bytes that are read while a tool runs."""
+_LAST_STEP_S = 0.1
 
 
 class Handler(Protocol):
-    """A server behind lines."""
+    """A server behind lines. It may have `interrupt(line) -> bool` too: told, in another thread, of a line that came
+    while one is handled; true if it needs no handling any more."""
 
     def handle(self, line: bytes, send: Callable[[bytes], None]) -> None:
-        """Raises nothing: what goes wrong is an answer too."""
+        """Answers one line of the client with lines; given the next when it returned. Raises nothing: what goes wrong
+        is an answer too."""
         ...
 
 
-class NotAlone(Exception):
-    """Something is alive that would not survive a fork, or would be shared by both sides of it."""
+class Busy(Exception):
+    """A call is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a sandbox has of its own."""
+
+    folder: str
+    network: bool
+    stdin: int
+    stdout: int
+    ended: int
 
 
 class Driver:
-    """One process. `run` is left only by a child, or at the end."""
+    """One process. `run` is left at its end."""
 
     def __init__(self, control: socket.socket, handler: Handler, readable: list[str]) -> None:
-        self.control = control
-        self.handler = handler
-        self.readable = [*READABLE, *readable]
-        self.folder: str | None = None
-        self.network = False
-        self.images: set[int] = set()
-        self.buffer = bytearray()
+        self._control = control
+        self._handler = handler
+        self._interrupt: Callable[[bytes], bool] = getattr(handler, "interrupt", lambda line: False)
+        self._readable = [*READABLE, *readable]
+        self._children: set[int] = set()
+        self._place: _Place | None = None
+        self._tools: ToolThread | None = None
+        self._busy = False
+        self._held = False
+        """Its files are being copied: no call begins."""
+        self._buffer = bytearray()
+        self._lines: deque[bytes] = deque()
+        # Of an image: what its sandboxes have open, and where they stand.
+        self._files: list[OpenFile] = []
+        self._cwd: str | None = None
 
     def run(self) -> None:
         """Serves the keeper, and in a sandbox its client, until either is gone."""
-        while True:
-            waiting: list[Any] = [self.control] if self.folder is None else [self.control, 0]
-            if b"\n" in self.buffer:
-                ready: list[Any] = select.select([self.control], [], [], 0)[0] or [0]
-            else:
-                ready = select.select(waiting, [], [])[0]
-            self._reap()
-            if self.control in ready:
-                if not self._obey():
-                    return
-            elif not self._serve():
-                return
+        while self._turn():
+            self._begin()
+
+    def _turn(self) -> bool:
+        """Waits for what comes first; False when one of the two is gone."""
+        place = self._place
+        waiting = select.poll()
+        waiting.register(self._control, select.POLLIN)
+        if place is not None:
+            waiting.register(place.ended, select.POLLIN)
+            if len(self._buffer) + sum(map(len, self._lines)) < _AHEAD or not self._busy:
+                waiting.register(place.stdin, select.POLLIN)
+        ready = [number for number, _ in waiting.poll()]
+        self._reap()
+        if place is not None and self._ended(place):
+            self._busy = False
+        if self._control.fileno() in ready:
+            return self._obey()
+        return place is None or place.stdin not in ready or self._read(place)
 
     # -- the keeper -----------------------------------------------------------------------------------------------
 
     def _obey(self) -> bool:
-        body, descriptors, _, _ = socket.recv_fds(self.control, MOST_MESSAGE, 8)
+        body, descriptors, _, _ = socket.recv_fds(self._control, MOST_MESSAGE, 8)
+        for descriptor in descriptors:  # recv_fds has flags for it, and doesn't use them
+            os.set_inheritable(descriptor, False)
         if not body:
             return False
         order = json.loads(body)
+        answer: dict[str, Any] = {"number": order["number"]}
         try:
+            if order["op"] == "resume":
+                self._held = False
+                return True
             if self._fork(order, descriptors):
                 return True  # in the child, which has a control of its own now
-            answer: dict[str, Any] = {"ok": True}
         except NotAlone as error:
-            answer = {"error": "not_forkable", "message": str(error)}
+            answer |= {"error": "not_forkable", "message": f"The server can't be forked: {error}."}
+        except Busy:
+            answer |= {"error": "busy", "message": "A call is under way in the sandbox."}
         except OSError as error:
-            answer = {"error": "failed", "message": str(error)}
+            answer |= {"error": "failed", "message": str(error)}
         finally:
             for descriptor in descriptors:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-        self.control.send(json.dumps(answer).encode())
+        self._control.send(json.dumps(answer).encode())
         return True
 
     def _fork(self, order: dict[str, Any], descriptors: list[int]) -> bool:
-        """True in the child."""
-        files = self.alone(descriptors)
+        """True in the child. Zygotes and images change nothing after they were made: what kept them from a fork would
+        have been found then."""
+        if (place := self._place) is not None:
+            if self._busy and not self._lines:  # its answer may be out already, and only the thread's last step isn't
+                select.select([place.ended], [], [], _LAST_STEP_S)
+                self._busy = not self._ended(place)
+            if self._busy or self._lines or self._buffer:
+                raise Busy
+            self._end_tools()
+            known = {0, 1, 2, self._control.fileno(), place.stdin, place.stdout, place.ended, *descriptors}
+            self._files = stillness.alone(known, (place.folder, "/tmp"))
+            with contextlib.suppress(OSError):
+                self._cwd = os.getcwd()
         child = os.fork()
         if child:
-            self.images.add(child)
+            self._children.add(child)
+            self._held = self._place is not None
             return False
-        self.images.clear()
+        self._children.clear()
         try:
-            self.control.close()
-            self.control = socket.socket(fileno=descriptors.pop(0))
+            self._control.close()
+            self._control = socket.socket(fileno=descriptors.pop(0))
             if order["op"] == "freeze":
                 self._become_image()
             else:
-                self._become_sandbox(order, descriptors, files)
+                self._become_sandbox(order, descriptors)
             # The kernel tells the keeper which process said this.
-            self.control.send(json.dumps({"ready": True}).encode())
+            self._control.send(json.dumps({"ready": True}).encode())
+            if self._place is not None:
+                self._tools = self._thread(self._place)  # while the keeper hands the pipes over
         except BaseException as error:
             with contextlib.suppress(Exception):
-                self.control.send(
-                    json.dumps({"error": "failed", "message": f"{type(error).__name__}: {error}"}).encode()
-                )
+                told = {"error": "failed", "message": f"{type(error).__name__}: {error}"}
+                self._control.send(json.dumps(told).encode())
             os._exit(1)
         return True
 
     def _become_image(self) -> None:
-        self.folder = None
+        assert self._place is not None
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever was forked off it ends without it
-        quiet = os.open("/dev/null", os.O_RDWR)
+        for descriptor in (self._place.stdin, self._place.stdout, self._place.ended):
+            os.close(descriptor)
+        self._place = None
+        quiet = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         for number in range(3):
             os.dup2(quiet, number)
+        for file in self._files:
+            file.let_go(quiet)
         os.close(quiet)
+        # Back to where the zygote is: no mount of the sandbox is held, and whoever is forked off starts from there.
+        kernel.enter_mounts("/proc/1/ns/mnt")
+        os.chdir("/")
+        gc.freeze()  # what is here is not looked through again, page by page, in each fork
 
-    def _become_sandbox(self, order: dict[str, Any], descriptors: list[int], files: list["_Open"]) -> None:
+    def _become_sandbox(self, order: dict[str, Any], descriptors: list[int]) -> None:
+        folder = order["workdir"]
         kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
-        with contextlib.suppress(OSError):  # what the process that this was forked from has there
-            kernel.unmount("/.room")
-        flags = kernel.MS_NOSUID | kernel.MS_NODEV
-        kernel.mount("overlay", "/.room", "overlay", flags, order["overlay"])
-        for inside, outside in (("work", order["workdir"]), ("tmp", "/tmp")):
-            with contextlib.suppress(OSError):
-                kernel.unmount(outside)
+        kernel.mount("overlay", "/.room", "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, order["overlay"])
+        for inside, outside in (("work", folder), ("tmp", "/tmp")):
             kernel.mount(f"/.room/{inside}", outside, None, kernel.MS_BIND)
-        os.chdir(order["workdir"])
-        for number, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, number)
-        for file in files:
+        os.chdir(folder)
+        if self._cwd is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(self._cwd)
+        # What a tool prints, or what it starts, is no message of ours.
+        stdin, stdout = (fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 10) for number in descriptors[:2])
+        quiet = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        for number, source in enumerate((quiet, descriptors[2], descriptors[2])):
+            os.dup2(source, number)
+        os.close(quiet)
+        for file in self._files:
             file.reopen()
-        self.folder, self.network = order["workdir"], bool(order["network"])
-        self.buffer.clear()
-        random.seed()
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed()
+        self._place = _Place(
+            folder, bool(order["network"]), stdin, stdout, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        )
+        for name, value in order["limits"].items():
+            kind = getattr(resource, f"RLIMIT_{name}")
+            most = resource.getrlimit(kind)[1]
+            value = value if most == resource.RLIM_INFINITY else min(value, most)
+            resource.setrlimit(kind, (value, value))
+        _fresh_entropy()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _reap(self) -> None:
-        for pid in list(self.images):
+        for pid in list(self._children):
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG)[0] == 0:
                     continue
-            self.images.discard(pid)
+            self._children.discard(pid)
 
     # -- the client -----------------------------------------------------------------------------------------------
 
-    def _serve(self) -> bool:
-        end = self.buffer.find(b"\n")
-        if end < 0:
-            chunk = os.read(0, 1 << 16)
-            if not chunk:
-                return False
-            self.buffer += chunk
-            return True
-        line = bytes(self.buffer[:end])
-        del self.buffer[: end + 1]
-        if line.strip():
-            thread = threading.Thread(target=self._handle, args=(line,), name="tool")
-            thread.start()
-            thread.join()
+    def _read(self, place: _Place) -> bool:
+        chunk = os.read(place.stdin, 1 << 16)
+        if not chunk:
+            return False
+        searched = len(self._buffer)
+        self._buffer += chunk
+        while (end := self._buffer.find(b"\n", searched)) >= 0:
+            line = bytes(self._buffer[:end])
+            del self._buffer[: end + 1]
+            searched = 0
+            if line.strip() and not ((self._busy or self._lines) and self._interrupt(line)):
+                self._lines.append(line)
         return True
 
-    def _handle(self, line: bytes) -> None:
-        """In the tool thread."""
-        assert self.folder is not None
+    @staticmethod
+    def _ended(place: _Place) -> bool:
+        """Whether a call has ended since this was asked last."""
         try:
-            kernel.drop_capabilities()
-            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-            devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
-            kernel.landlock(self.readable, [self.folder, "/tmp", *devices], network=self.network)
-        except OSError as error:
-            sys.stderr.write(f"this thread can't be confined: {error}\n")
-            os._exit(1)
-        self.handler.handle(line, _send)
+            return os.eventfd_read(place.ended) > 0
+        except BlockingIOError:
+            return False
 
-    # -- before a fork --------------------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        """Hands the next line to the tool thread."""
+        if (place := self._place) is None or not self._lines or self._busy or self._held:
+            return
+        if self._tools is None:
+            self._tools = self._thread(place)
+        self._busy = True
+        self._tools.give(self._lines.popleft())
 
-    def alone(self, descriptors: Sequence[int] = ()) -> list["_Open"]:
-        """The files that a child has to open again; `descriptors` are of the fork itself. Raises `NotAlone`."""
-        threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
-        count = len(os.listdir("/proc/self/task"))
-        if count > 1:
-            raise NotAlone(f"{count - 1} threads are alive besides the main one: {', '.join(threads) or 'not Python'}")
-        found: list[_Open] = []
-        known = {0, 1, 2, self.control.fileno(), *descriptors}
-        for name in os.listdir("/proc/self/fd"):
-            number = int(name)
-            try:
-                told = os.fstat(number)
-                target = os.readlink(f"/proc/self/fd/{number}")
-            except OSError:
-                continue  # the listing's own
-            if number in known:
-                continue
-            if stat.S_ISSOCK(told.st_mode):
-                raise NotAlone(f"a socket is open (descriptor {number})")
-            if target.startswith("anon_inode:"):
-                raise NotAlone(f"an event loop or the like is open (descriptor {number}, {target[11:]})")
-            if stat.S_ISFIFO(told.st_mode):
-                raise NotAlone(f"a pipe is open (descriptor {number})")
-            if self.folder is not None and stat.S_ISREG(told.st_mode) and _within(target, self.folder, "/tmp"):
-                found.append(_Open.of(number, target))
-        if self.folder is not None:
-            with open("/proc/self/maps") as maps:
-                for line in maps:
-                    path = line.split(maxsplit=5)[5].strip() if line.count(" ") > 5 and "/" in line else ""
-                    if _within(path, self.folder, "/tmp"):
-                        raise NotAlone(f"{path} is mapped into memory")
-        return found
+    def _thread(self, place: _Place) -> ToolThread:
+        def confined() -> None:
+            confine(self._readable, [place.folder, "/tmp"], network=place.network)
+
+        def send(line: bytes) -> None:
+            _write(place.stdout, line)
+
+        handle = self._handler.handle
+        return ToolThread(lambda line: handle(line, send), confined, place.ended)
+
+    def _end_tools(self) -> None:
+        if self._tools is not None:
+            self._tools.join()
+            self._tools = None
 
 
-class _Open:
-    """A file of the working folder that is open: in another folder's process it must be that folder's."""
-
-    def __init__(self, number: int, path: str, flags: int, offset: int) -> None:
-        self.number, self.path, self.flags, self.offset = number, path, flags, offset
-
-    @classmethod
-    def of(cls, number: int, path: str) -> "_Open":
-        if path.endswith(" (deleted)"):
-            raise NotAlone(f"{path} is open, and can't be opened again")
-        flags = fcntl.fcntl(number, fcntl.F_GETFL) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
-        return cls(number, path, flags, os.lseek(number, 0, os.SEEK_CUR))
-
-    def reopen(self) -> None:
-        fresh = os.open(self.path, self.flags)
-        inheritable = os.get_inheritable(self.number)
-        os.lseek(fresh, self.offset, os.SEEK_SET)
-        os.dup2(fresh, self.number, inheritable)
-        os.close(fresh)
+def _fresh_entropy() -> None:
+    """What two forks must not share. The operating system's is its own; `random` sees to itself at each fork."""
+    if (numbers := sys.modules.get("numpy.random")) is not None:
+        numbers.seed()
+    if (ssl := sys.modules.get("ssl")) is not None:
+        ssl.RAND_add(os.urandom(32), 32.0)
 
 
-def _within(path: str, *folders: str) -> bool:
-    return any(path == folder or path.startswith(folder + "/") for folder in folders)
-
-
-def _send(line: bytes) -> None:
+def _write(descriptor: int, line: bytes) -> None:
     data = memoryview(line.replace(b"\n", b" ") + b"\n")
     while data:
-        data = data[os.write(1, data) :]
+        data = data[os.write(descriptor, data) :]
 
 
 def main() -> int:
     """The exit status."""
     entry, argument, *readable = sys.argv[1:]
+    os.set_inheritable(CONTROL, False)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # its memory is nobody's, also not of what its tools start
     control = socket.socket(fileno=CONTROL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # while the server is loaded
     try:
         module, _, attribute = entry.partition(":")
         handler = getattr(importlib.import_module(module), attribute)(argument)
-        driver = Driver(control, handler, readable)
-        driver.alone()
+        stillness.alone({0, 1, 2, CONTROL}, ())
     except BaseException as error:
-        kind = "not_forkable" if isinstance(error, NotAlone) else "start_failed"
-        control.send(json.dumps({"error": kind, "message": f"{type(error).__name__}: {error}"}).encode())
+        kind, words = (
+            ("not_forkable", "The server can't be forked: ")
+            if isinstance(error, NotAlone)
+            else ("start_failed", f"{type(error).__name__}: ")
+        )
+        control.send(json.dumps({"error": kind, "message": f"{words}{error}"}).encode())
         return 1
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()
     control.send(json.dumps({"ready": True}).encode())
-    driver.run()
-    return 0
+    Driver(control, handler, readable).run()
+    # No code of the server's runs at the end: it would have this thread's rights.
+    os._exit(0)
 
 
 if __name__ == "__main__":

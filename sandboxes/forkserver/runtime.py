@@ -4,13 +4,14 @@ Invariants:
 - a template's zygote, sandboxes and images live in one room (user, pid and network namespace) and one folder
   (`templates/T`): what another template has can't even be named there;
 - a sandbox writes into an upper folder of its own over layers that nobody writes; an image is a process that waits and
-  the layers that it goes with;
+  the layers that it goes with; a layer is on disk as long as a sandbox or an image stands on it;
+- no code of a server runs in a sandbox before its limits hold;
 - everything here dies with the keeper, by the kernel's hand; so nothing is taken over at a start, all is removed.
 """
 
 import asyncio
 import contextlib
-import json
+import hashlib
 import logging
 import os
 import signal
@@ -22,54 +23,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandboxes import files, layers
-from sandboxes.confine import kernel
+from sandboxes.confine import cgroups, kernel, seccomp
 from sandboxes.forkserver.control import Control
+from sandboxes.forkserver.zygote import BASE, Zygote, warm
 from sandboxes.runtime import Died, Folders
 from sandboxes.types import Exited, Frozen, Kind, Pipes, Report, SandboxError, Spec
 
 log = logging.getLogger(__name__)
 
 FIRST_UID = 0x30000000
-_START_S = 60.0
-_FORK_S = 10.0
-_TAIL = 4000
-_LAUNCH = str(Path(layers.__file__).parent / "confine" / "launch.py")
-_SHOWN = ("/bin", "/etc", "/lib", "/lib32", "/lib64", "/opt", "/sbin", "/usr")
-_PACKAGES = str(Path(layers.__file__).parent.parent)
-
-
-@dataclass(eq=False)
-class _Zygote:
-    """A warm server."""
-
-    spec: Spec
-    folder: Path
-    uid: int
-    process: asyncio.subprocess.Process
-    control: Control
-    printed: Path
-
-    @property
-    def alive(self) -> bool:
-        return self.process.returncode is None
+_FORK_S = 30.0
+_FREEZE_S = 5.0
+_PATROL_S = 1.0
+_IMAGES = "images"
+_GROUP_OF_IMAGES = "IMAGES"  # no name that a sandbox can have
+_DESCRIPTORS = 4096
 
 
 @dataclass(eq=False)
 class _Image:
-    zygote: _Zygote
+    zygote: Zygote
     control: Control
     stack: tuple[str, ...]
     """Layers below `templates/T`, newest first."""
+    watching: "asyncio.Task[None] | None" = field(default=None)
 
 
 @dataclass(eq=False)
 class _Sandbox:
-    zygote: _Zygote
+    zygote: Zygote
     control: Control
     stack: tuple[str, ...]
     upper: Path
+    group: cgroups.Group | None
     namespace: str
     """Of mounts, as /proc shows it: its own, and of all that its tools start."""
+    reason: str = ""
+    """Why it is being ended by us."""
     watching: "asyncio.Task[None] | None" = field(default=None)
 
 
@@ -79,10 +69,16 @@ class ForkServer:
     def __init__(self, folders: Folders, died: Died) -> None:
         self._folders = folders
         self._died = died
-        self._zygotes: dict[str, _Zygote] = {}
+        self._zygotes: dict[str, Zygote] = {}
         self._sandboxes: dict[str, _Sandbox] = {}
         self._images: dict[str, _Image] = {}
+        self._users = kernel.many_users()
         self._uids = FIRST_UID
+        self._groups: cgroups.Groups | None = None
+        self._no_groups = "it was not asked for"
+        self._kept: cgroups.Group | None = None
+        """Of all images: they have no limits, and a sandbox's end isn't theirs."""
+        self._patrol: asyncio.Task[None] | None = None
         self._report: Report | None = None
 
     async def report(self) -> Report:
@@ -94,34 +90,35 @@ class ForkServer:
         def bad(reason: str) -> Report:
             return Report(kind=Kind.FORK, works=False, reason=reason)
 
-        if sys.platform != "linux" or not kernel.NUMBERS:
+        if sys.platform != "linux" or not kernel.NUMBERS or not seccomp.KNOWN:
             return bad(f"it needs Linux on x86-64 or arm64, not {sys.platform} on {os.uname().machine}")
         if (version := kernel.landlock_version()) < 6:
             return bad(f"it needs Landlock of version 6 (Linux 6.12), this kernel has {version or 'none'}")
-        spec = Spec(
-            kind=Kind.FORK,
-            entry="sandboxes.forkserver.trial:Trial",
-            python=sys.executable,
-        )
+        spec = Spec(kind=Kind.FORK, entry="sandboxes.forkserver.trial:Trial", python=sys.executable)
+        pipes: list[Pipes] = []
         try:
             await self.prepare(spec)
-            pipes = await self.start(spec, "trial", None)
-            try:
-                await self.freeze("trial", "trial-image")
-                again = await self.start(spec, "trial-again", "trial-image")
-                for descriptor in again.all:
-                    os.close(descriptor)
-            finally:
-                for descriptor in pipes.all:
-                    os.close(descriptor)
+            pipes.append(await self.start(spec, "trial", None))
+            await self.freeze("trial", "trial-image")
+            pipes.append(await self.start(spec, "trial-again", "trial-image"))
         except (SandboxError, OSError) as error:
-            return bad(f"its own trial failed: {error}")
+            hint = "" if self._users else "; without root it needs user namespaces that any user may make"
+            return bad(f"its own trial failed: {error}{hint} {getattr(error, 'tail', '')}".strip())
         finally:
             for name in ("trial", "trial-again"):
                 await self.remove(name)
             await self.drop("trial-image")
             await self._forget(spec.template)
-        return Report(kind=Kind.FORK, works=True, features=("memory", "files"))
+            for descriptor in (number for each in pipes for number in each.all):
+                os.close(descriptor)
+        if self._groups is not None:
+            return Report(kind=Kind.FORK, works=True, features=("memory", "files", "limits"))
+        return Report(
+            kind=Kind.FORK,
+            works=True,
+            reason=f"memory is limited by process only, processors and processes are not: {self._no_groups}",
+            features=("memory", "files"),
+        )
 
     # -- templates ------------------------------------------------------------------------------------------------
 
@@ -133,74 +130,12 @@ class ForkServer:
             await self._forget(spec.template)
         folder = self._folders.template(spec.template)
         await layers.remove(folder)
+        self._uids += 1
         try:
-            self._zygotes[spec.template] = await self._warm(spec, folder)
+            self._zygotes[spec.template] = await warm(spec, folder, self._uids if self._users else None)
         except BaseException:
             await layers.remove(folder)
             raise
-
-    async def _warm(self, spec: Spec, folder: Path) -> _Zygote:
-        self._uids += 1
-        uid = self._uids if os.geteuid() == 0 else os.geteuid()
-        base = folder / "base"
-        base.mkdir(parents=True)
-        if spec.files is not None:
-            await layers.copy(Path(spec.files), base / "work")
-        else:
-            (base / "work").mkdir()
-        (base / "tmp").mkdir()
-        code = [await _readable(Path(path), folder / "code" / str(n)) for n, path in enumerate(spec.pythonpath)]
-        for name in ("run", "images"):
-            (folder / name).mkdir()
-        await asyncio.to_thread(_own, folder, uid)
-        control, theirs = Control.pair()
-        printed = folder / "printed"
-        assert spec.entry is not None
-        readable = _interpreter(spec)
-        if hidden := [path for path in readable if Path(path).is_relative_to(spec.workdir)]:
-            raise SandboxError(
-                "invalid_spec",
-                f"The working folder {spec.workdir} would hide {hidden[0]}, which the server needs.",
-                hint="Choose another workdir.",
-            )
-        plan = {
-            "show": [*_SHOWN, *readable, *(path for path in code if not path.startswith("/.layers/"))],
-            "layers": str(folder),
-            "folders": ["/.room", "/tmp", spec.workdir],
-            "uid": uid,
-            "hostname": "sandbox",
-            "network": spec.network,
-            "command": [
-                spec.python or sys.executable,
-                "-m",
-                "sandboxes.forkserver.driver",
-                spec.entry,
-                spec.argument,
-                *readable,
-                *code,
-            ],
-            "environ": {
-                "PATH": "/usr/local/bin:/usr/bin:/bin",
-                "HOME": spec.workdir,
-                "LANG": "C.UTF-8",
-                "PYTHONDONTWRITEBYTECODE": "1",
-                **spec.environ,
-                "PYTHONPATH": os.pathsep.join([*code, _PACKAGES]),
-            },
-        }
-        with printed.open("wb") as output:
-            process = await _spawn(plan, theirs.fileno(), output.fileno())
-        theirs.close()
-        try:
-            await control.answer(_START_S)
-        except SandboxError as error:
-            control.close()
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            tail = printed.read_bytes()[-_TAIL:].decode(errors="replace").strip()
-            raise SandboxError(error.code, f"{spec.entry}: {error.message}", hint=error.hint, tail=tail) from error
-        return _Zygote(spec, folder, uid, process, control, printed)
 
     async def _forget(self, template: str) -> None:
         """A zygote with all that lives in its room."""
@@ -209,11 +144,7 @@ class ForkServer:
             return
         for name in [name for name, image in self._images.items() if image.zygote is zygote]:
             await self.drop(name)
-        with contextlib.suppress(ProcessLookupError):
-            zygote.process.kill()
-        await zygote.process.wait()
-        zygote.control.close()
-        await layers.remove(zygote.folder)
+        await zygote.end()
 
     # -- sandboxes ------------------------------------------------------------------------------------------------
 
@@ -222,73 +153,122 @@ class ForkServer:
         image = self._images[origin] if origin else None
         if image is not None and image.zygote is not zygote:
             raise SandboxError("invalid_spec", f"Image {origin} is of another spec.")
-        stack = image.stack if image else ("base",)
+        stack = image.stack if image else (BASE,)
         place = zygote.folder / "run" / sandbox
+        group = self._groups.group(sandbox) if self._groups is not None else None
         control, theirs = Control.pair()
         pipes: list[int] = []
         try:
-            for name in ("", "upper", "work"):
-                (place / name).mkdir()
-                os.chown(place / name, zygote.uid, zygote.uid)
+            _make_place(place, zygote.uid)
+            if group is not None:
+                group.make().limit(memory=spec.limits.memory, pids=spec.limits.pids, cpus=spec.limits.cpus)
             for _ in range(3):
                 pipes += os.pipe2(os.O_CLOEXEC)
             inside = (pipes[0], pipes[3], pipes[5])
-            inner = f"/.layers/run/{sandbox}"
-            lower = ":".join(f"/.layers/{layer}" for layer in stack)
             order = {
                 "op": "start",
-                "overlay": f"lowerdir={lower},upperdir={inner}/upper,workdir={inner}/work,userxattr",
+                "overlay": _overlay(stack, sandbox),
                 "workdir": spec.workdir,
                 "network": spec.network,
+                "limits": _resources(spec, grouped=group is not None),
             }
             source = (image or zygote).control
             await source.order(order, [theirs.fileno(), *inside], _FORK_S)
-            await control.answer(_FORK_S)
-        except BaseException:
+            await control.ready(_FORK_S)
+            if group is not None:
+                group.add(control.pid)
+            namespace = os.readlink(f"/proc/{control.pid}/ns/mnt")
+        except BaseException as error:
             control.kill()
             control.close()
             for descriptor in pipes:
                 os.close(descriptor)
+            if group is not None:
+                await asyncio.to_thread(group.remove)
             await layers.remove(place)
+            if isinstance(error, OSError):
+                raise SandboxError("failed", f"Sandbox {sandbox} could not be started: {error}.") from error
             raise
         finally:
             theirs.close()
         for descriptor in inside:
             os.close(descriptor)
-        made = _Sandbox(zygote, control, stack, place / "upper", os.readlink(f"/proc/{control.pid}/ns/mnt"))
+        made = _Sandbox(zygote, control, stack, place / "upper", group, namespace)
         self._sandboxes[sandbox] = made
         made.watching = asyncio.create_task(self._watch(sandbox, made), name=f"watch {sandbox}")
+        if self._patrol is None or self._patrol.done():
+            self._patrol = asyncio.create_task(self._look_after_disks(), name="sandboxes' disks")
         return Pipes(pipes[1], pipes[2], pipes[4])
 
     async def _watch(self, name: str, sandbox: _Sandbox) -> None:
-        await sandbox.control.ended()
-        self._died(Exited(sandbox=name, status=None, reason="its process has ended"))
+        status = await sandbox.control.ended()
+        reason, group, killed = sandbox.reason, sandbox.group, status in (None, -signal.SIGKILL)
+        if not reason and killed and group is not None and group.killed_for_memory():
+            reason = f"it was killed for memory: its limit is {sandbox.zygote.spec.limits.memory >> 20} MiB"
+        self._died(Exited(sandbox=name, status=status, reason=reason or _ending(status)))
+
+    async def _look_after_disks(self) -> None:
+        """Ends what is over its limit. Runs while there are sandboxes."""
+        while self._sandboxes:
+            began = time.monotonic()
+            for sandbox in list(self._sandboxes.values()):
+                limit = sandbox.zygote.spec.limits.disk
+                if not sandbox.reason and await asyncio.to_thread(layers.size, sandbox.upper) > limit:
+                    sandbox.reason = f"it was over its disk limit of {limit >> 20} MiB"
+                    sandbox.control.kill()
+            # A tenth of one processor at most.
+            await asyncio.sleep(max(_PATROL_S, 9 * (time.monotonic() - began)))
 
     async def freeze(self, sandbox: str, image: str) -> Frozen:
         found = self._sandboxes[sandbox]
-        zygote, control = found.zygote, None
+        zygote = found.zygote
         control, theirs = Control.pair()
-        layer = zygote.folder / "images" / image
+        layer = zygote.folder / _IMAGES / image
         try:
-            await found.control.order({"op": "freeze"}, [theirs.fileno()], _FORK_S)
-            await control.answer(_FORK_S)
-            stack = found.stack
-            if any(found.upper.iterdir()):
-                await layers.copy(found.upper, layer)
-                stack = (f"images/{image}", *stack)
-            self._images[image] = _Image(zygote, control, stack)
-            async with self._shown(zygote, stack) as tree:
-                digest = await asyncio.to_thread(files.digest, tree)
-        except BaseException:
-            self._images.pop(image, None)
+            try:
+                await found.control.order({"op": "freeze"}, [theirs.fileno()], _FREEZE_S)
+                await control.ready(_FREEZE_S)
+                if self._kept is not None:
+                    self._kept.add(control.pid)
+                _demand_no_others(found)
+                stack = await self._freeze_files(found, layer)
+            finally:
+                found.control.resume()
+            digest = await self._digest(zygote, stack)
+        except BaseException as error:
             control.kill()
             control.close()
             await layers.remove(layer)
+            if isinstance(error, OSError):
+                raise SandboxError("failed", f"Sandbox {sandbox} could not be frozen: {error}.") from error
             raise
         finally:
             theirs.close()
-        size = layers.size(layer) if layer.exists() else 0
+        if layer.exists():
+            zygote.layers.add(f"{_IMAGES}/{image}")
+        made = self._images[image] = _Image(zygote, control, stack)
+        made.watching = asyncio.create_task(self._watch_image(image, made), name=f"watch {image}")
+        size = await asyncio.to_thread(layers.size, layer) if layer.exists() else 0
         return Frozen(image=image, bytes=size, memory=True, digest=digest)
+
+    async def _freeze_files(self, sandbox: _Sandbox, layer: Path) -> tuple[str, ...]:
+        """The stack on which the image stands. `layer` is made, unless nothing was written."""
+        if not any(sandbox.upper.iterdir()):
+            return sandbox.stack
+        await layers.copy(sandbox.upper, layer)
+        stack = (f"{_IMAGES}/{layer.name}", *sandbox.stack)
+        if len(stack) <= layers.DEEPEST:
+            return stack
+        flat = layer.with_name(f"{layer.name}.flat")
+        try:
+            async with self._shown(sandbox.zygote, stack) as tree:
+                await layers.copy(tree, flat)
+            await layers.remove(layer)
+            flat.rename(layer)
+        except BaseException:
+            await layers.remove(flat)
+            raise
+        return (f"{_IMAGES}/{layer.name}",)
 
     async def remove(self, sandbox: str) -> None:
         found = self._sandboxes.pop(sandbox, None)
@@ -296,24 +276,46 @@ class ForkServer:
             return
         if found.watching is not None:
             found.watching.cancel()
-        images = {image.control.pid for image in self._images.values()}
         found.control.kill()
-        await asyncio.to_thread(_end_others, found.namespace, images)
+        if found.group is not None:
+            await asyncio.to_thread(found.group.remove)
+        else:
+            await asyncio.to_thread(_end_all, found.namespace)
         await found.control.ended()
         found.control.close()
         await layers.remove(found.upper.parent)
+        await self._sweep(found.zygote)
+
+    async def _watch_image(self, name: str, image: _Image) -> None:
+        """An image that somebody else ended is none any more."""
+        status = await image.control.ended()
+        if self._images.get(name) is image:
+            log.warning("image %s is lost: %s", name, _ending(status))
+            del self._images[name]
+            image.control.close()
+            await self._sweep(image.zygote)
 
     async def drop(self, image: str) -> None:
         found = self._images.pop(image, None)
         if found is None:
             return
+        if found.watching is not None:
+            found.watching.cancel()
         found.control.kill()
         await found.control.ended()
         found.control.close()
-        layer = f"images/{image}"
-        stacks = [*(one.stack for one in self._images.values()), *(one.stack for one in self._sandboxes.values())]
-        if not any(layer in stack for stack in stacks):
-            await layers.remove(found.zygote.folder / layer)
+        await self._sweep(found.zygote)
+
+    async def _sweep(self, zygote: Zygote) -> None:
+        """Removes the layers that nobody stands on any more."""
+        standing = [*self._images.values(), *self._sandboxes.values()]
+        used = {layer for one in standing if one.zygote is zygote for layer in one.stack}
+        unused = zygote.layers - used
+        zygote.layers -= unused
+        for stack in [stack for stack in zygote.digests if not unused.isdisjoint(stack)]:
+            del zygote.digests[stack]
+        for layer in unused:
+            await layers.remove(zygote.folder / layer)
 
     def pid(self, sandbox: str) -> int:
         return self._sandboxes[sandbox].control.pid
@@ -327,32 +329,48 @@ class ForkServer:
     async def tree(self, spec: Spec, name: str | None) -> AsyncIterator[Path]:
         zygote = self._zygotes[spec.template]
         if name is None:
-            stack: tuple[str, ...] = ("base",)
+            stack: tuple[str, ...] = (BASE,)
         elif (sandbox := self._sandboxes.get(name)) is not None:
             stack = (f"run/{name}/upper", *sandbox.stack)
         else:
             stack = self._images[name].stack
         async with self._shown(zygote, stack) as tree:
-            yield tree
+            yield tree / "work"
+
+    async def _digest(self, zygote: Zygote, stack: tuple[str, ...]) -> str:
+        """Of the working folder of frozen layers."""
+        known = zygote.digests.get(stack)
+        if known is None:
+            async with self._shown(zygote, stack) as tree:
+                known = zygote.digests[stack] = await asyncio.to_thread(files.digest, tree / "work")
+        return known
 
     @asynccontextmanager
-    async def _shown(self, zygote: _Zygote, stack: tuple[str, ...]) -> AsyncIterator[Path]:
-        """The working folder of a stack of layers, for reading."""
+    async def _shown(self, zygote: Zygote, stack: tuple[str, ...]) -> AsyncIterator[Path]:
+        """What a stack of layers shows, for reading."""
         if len(stack) == 1:
-            yield zygote.folder / stack[0] / "work"
+            yield zygote.folder / stack[0]
             return
         place = zygote.folder / f"view-{os.urandom(6).hex()}"
         place.mkdir()
         try:
             lower = ":".join(str(zygote.folder / layer) for layer in stack)
             layers.mount("overlay", place, "overlay", layers.MS_RDONLY, f"lowerdir={lower},userxattr")
-            yield place / "work"
+            yield place
         finally:
             with contextlib.suppress(OSError):
                 layers.unmount(place)
             place.rmdir()
 
+    # -- the keeper's life ----------------------------------------------------------------------------------------
+
     async def recover(self) -> None:
+        name = "megamcp-" + hashlib.sha256(os.fsencode(self._folders.state.resolve())).hexdigest()[:12]
+        try:
+            self._groups = await asyncio.to_thread(cgroups.claim, name)
+            self._kept = self._groups.group(_GROUP_OF_IMAGES).make()
+        except OSError as error:
+            self._no_groups = f"control groups can't be made here ({error})"
         templates = self._folders.state / "templates"
         for folder in templates.iterdir() if templates.is_dir() else ():
             await layers.remove(folder)
@@ -362,58 +380,75 @@ class ForkServer:
             await self.remove(name)
         for template in list(self._zygotes):
             await self._forget(template)
+        if self._patrol is not None:
+            self._patrol.cancel()
+        if self._groups is not None:
+            await asyncio.to_thread(self._groups.remove)
 
 
-async def _spawn(plan: dict[str, object], control: int, output: int) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-I",
-        "-S",
-        _LAUNCH,
-        json.dumps({**plan, "control": control}),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=(control,),
-        start_new_session=True,
-    )
+def _make_place(place: Path, uid: int | None) -> None:
+    """A sandbox's own folders: `upper` is what it writes, `work` the kernel's."""
+    for name in ("", "upper", "work"):
+        (place / name).mkdir(mode=0o700)
+        if uid is not None:
+            os.chown(place / name, uid, uid)
 
 
-def _interpreter(spec: Spec) -> list[str]:
-    """Paths that the interpreter and its packages are in."""
-    python = Path(spec.python or sys.executable)
-    found = {str(python.parent.parent), str(Path(os.path.realpath(python)).parent.parent), _PACKAGES}
-    return sorted(found | set(spec.pythonpath))
+def _overlay(stack: tuple[str, ...], sandbox: str) -> str:
+    """Options of the mount, as the room sees the layers. They must fit into a page."""
+    place = f"/.layers/run/{sandbox}"
+    lower = ":".join(f"/.layers/{layer}" for layer in stack)
+    return f"lowerdir={lower},upperdir={place}/upper,workdir={place}/work,userxattr"
 
 
-async def _readable(source: Path, copy: Path) -> str:
-    """Where the server sees a folder of code: where it is, or a copy if only its owner may read it."""
-    if os.geteuid() != 0 or all(path.stat().st_mode & 0o004 for path in (source, *source.rglob("*.py"))):
-        return str(source)
-    copy.parent.mkdir(exist_ok=True)
-    await layers.copy(source, copy)
-    return f"/.layers/code/{copy.name}"
+def _resources(spec: Spec, *, grouped: bool) -> dict[str, int]:
+    """Limits of each process."""
+    limits = {"CORE": 0, "FSIZE": spec.limits.disk, "NOFILE": _DESCRIPTORS}
+    return limits if grouped else {**limits, "DATA": spec.limits.memory}
 
 
-def _own(folder: Path, uid: int) -> None:
-    if os.geteuid() != 0:
-        return
-    for path, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            os.chown(os.path.join(path, name), uid, uid, follow_symlinks=False)
-    os.chown(folder, uid, uid)
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "its process has ended"
+    if status >= 0:
+        return f"its process ended with status {status}"
+    with contextlib.suppress(ValueError):
+        return f"its process was ended by {signal.Signals(-status).name}"
+    return f"its process was ended by signal {-status}"
 
 
-def _end_others(namespace: str, spared: set[int]) -> None:
-    """Every process in a mount namespace but the images that were forked off it: what tools have started."""
-    for _ in range(100):  # those that fork meanwhile are found in the next round
-        found = 0
-        for name in os.listdir("/proc"):
-            if name.isdigit() and int(name) not in spared:
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{name}/ns/mnt") == namespace:
-                        os.kill(int(name), signal.SIGKILL)
-                        found += 1
+def _demand_no_others(sandbox: _Sandbox) -> None:
+    """What tools have left running is not in a fork. Raises `SandboxError`."""
+    others = sandbox.group.processes() if sandbox.group is not None else _inhabitants(sandbox.namespace)
+    for pid in others - {sandbox.control.pid}:
+        with contextlib.suppress(OSError):
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+            if rest.split()[0] not in ("Z", "X"):
+                raise SandboxError(
+                    "not_forkable",
+                    f"The server can't be forked: a process that a tool has started is still running ({name!r}).",
+                    hint="End what was started before the call returns.",
+                )
+
+
+def _inhabitants(namespace: str) -> set[int]:
+    """Every process in a mount namespace."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{name}/ns/mnt") == namespace:
+                    found.add(int(name))
+    return found
+
+
+def _end_all(namespace: str) -> None:
+    """Every process in a mount namespace: a sandbox, and what its tools have started."""
+    for _ in range(200):  # those that fork meanwhile are found in the next round
+        found = _inhabitants(namespace)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         if not found:
             return
         time.sleep(0.002)

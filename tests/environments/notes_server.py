@@ -35,3 +35,10 @@ def crash() -> None:
 async def later(text: str) -> str:
     """An async tool."""
     return text
+
+
+@server.tool
+def spin() -> None:
+    """Never ends by itself."""
+    while True:
+        pass

@@ -90,6 +90,7 @@ DIRECTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     ("sandboxes", ("sandboxes",), ("asyncpg", "sqlalchemy", "fastapi", "starlette", "mcp", "pydantic", "httpx")),
     ("sandboxes/confine", ("sandboxes.confine",), ("msgspec",)),
+    ("sandboxes/forkserver/driver.py", ("sandboxes.confine", "sandboxes.forkserver"), ("msgspec",)),
     ("megamcp/errors.py", (), ("pydantic", "asyncpg", "fastapi")),
     ("megamcp/types.py", (), ("asyncpg", "fastapi", "sqlalchemy")),
     ("megamcp/settings.py", (), ("asyncpg", "fastapi", "sqlalchemy")),

@@ -65,3 +65,15 @@ async def test_a_sandbox_that_dies_is_told_until_its_rollout_goes_back(running: 
     await rollout.rollback(point)
     assert await seen(rollout) == ["kept"]
     assert "state_lost" in [event.kind for event in await rollout.events()]
+
+
+async def test_a_tool_whose_call_is_left_is_stopped_and_its_sandbox_lives_on(running: Sandboxed) -> None:
+    rollout = await running.client.open("notes")
+    await rollout.call("add", text="kept")
+    call = asyncio.create_task(rollout.call("spin"))
+    await asyncio.sleep(0.5)  # it runs by now, or else is stopped before it does
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await seen(rollout) == ["kept"]
+    assert "state_lost" not in [event.kind for event in await rollout.events()]
