@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.types import FileChange
+from sandboxes.types import FileChange, SandboxError
 
 TEXT_BYTES = 256 << 10
 _CHUNK = 1 << 20
+_DEEPEST = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def diff(older: Path, newer: Path, most: int) -> list[FileChange]:
                 kind=shown.kind,
                 size=shown.size if shown.kind == "file" else None,
                 mode=shown.mode,
-                text=_text(older / path if old else None, newer / path if new else None, path, old, new),
+                text=_text(older, newer, path, old, new),
             )
         )
     return found
@@ -66,12 +67,14 @@ def entries(tree: Path) -> Iterator[tuple[str, Entry]]:
     """Every path below a folder, relative to it, in no order."""
     top = os.open(tree, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield from _entries(top, "")
+        yield from _entries(top, "", _DEEPEST)
     finally:
         os.close(top)
 
 
-def _entries(folder: int, prefix: str) -> Iterator[tuple[str, Entry]]:
+def _entries(folder: int, prefix: str, deeper: int) -> Iterator[tuple[str, Entry]]:
+    if not deeper:
+        raise SandboxError("failed", f"Folders are nested more than {_DEEPEST} deep: {prefix[:80]}…")
     with os.scandir(folder) as found:
         names = [entry.name for entry in found]
     for name in names:
@@ -82,7 +85,7 @@ def _entries(folder: int, prefix: str) -> Iterator[tuple[str, Entry]]:
             yield path, Entry("folder", mode, 0, b"")
             inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             try:
-                yield from _entries(inner, path + "/")
+                yield from _entries(inner, path + "/", deeper - 1)
             finally:
                 os.close(inner)
         elif stat.S_ISLNK(told.st_mode):
@@ -102,21 +105,19 @@ def _content(folder: int, name: str) -> bytes:
     return total.digest()
 
 
-def _text(older: Path | None, newer: Path | None, path: str, old: Entry | None, new: Entry | None) -> str | None:
+def _text(older: Path, newer: Path, path: str, old: Entry | None, new: Entry | None) -> str | None:
     """A unified diff, where both sides are text or not there."""
     if not any(entry is not None and entry.kind == "file" for entry in (old, new)):
         return None
     sides = []
-    for place, entry in ((older, old), (newer, new)):
-        if place is None or entry is None:
+    for tree, entry in ((older, old), (newer, new)):
+        if entry is None:
             sides.append("")
         elif entry.kind != "file" or entry.size > TEXT_BYTES:
             return None
         else:
             try:
-                with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-                    content = file.read(TEXT_BYTES + 1)
-                sides.append(content.decode())
+                sides.append(_start(tree, path).decode())
             except (OSError, UnicodeDecodeError):
                 return None
             if "\0" in sides[-1]:
@@ -131,3 +132,18 @@ def _text(older: Path | None, newer: Path | None, path: str, old: Entry | None, 
         f"b/{name}" if new else "/dev/null",
     )
     return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
+
+
+def _start(tree: Path, path: str) -> bytes:
+    """What a file begins with. No step follows a link: a program that still runs may put one in a folder's place."""
+    *folders, name = path.split("/")
+    place = os.open(tree, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for folder in folders:
+            inner = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
+            os.close(place)
+            place = inner
+        with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place), "rb") as file:
+            return file.read(TEXT_BYTES + 1)
+    finally:
+        os.close(place)

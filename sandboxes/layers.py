@@ -26,6 +26,8 @@ DEEPEST = 24
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PAGE = 4096
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -116,7 +118,12 @@ def _full(source: Path) -> SandboxError:
 
 async def remove(tree: Path) -> None:
     """Everything below a folder, and itself; mounts on it are let go of first. Nothing where it isn't there."""
-    await asyncio.to_thread(_remove, tree)
+    try:
+        await asyncio.to_thread(_remove, tree)
+    except (OSError, RecursionError):  # folders in folders in folders, more of them than can be open at once
+        process = await asyncio.create_subprocess_exec("rm", "-rf", "--", str(tree), stdin=asyncio.subprocess.DEVNULL)
+        if await process.wait():
+            raise SandboxError("failed", f"The folder {tree} could not be removed.") from None
 
 
 def _remove(tree: Path) -> None:
@@ -145,18 +152,34 @@ def _remove(tree: Path) -> None:
 
 
 def size(tree: Path) -> int:
-    """Bytes on disk of a folder, each file counted once. What vanishes meanwhile counts nothing."""
-    total, seen = 0, set()
-    stack = [tree]
-    while stack:
-        with contextlib.suppress(OSError), os.scandir(stack.pop()) as found:
-            for entry in found:
-                with contextlib.suppress(OSError):
-                    told = entry.stat(follow_symlinks=False)
-                    if (told.st_dev, told.st_ino) in seen:
-                        continue
-                    seen.add((told.st_dev, told.st_ino))
-                    total += told.st_blocks * 512
-                    if stat.S_ISDIR(told.st_mode):
-                        stack.append(Path(entry.path))
+    """Bytes on disk of a folder, each file counted once and for a page at least. What vanishes meanwhile counts
+    nothing, and no link is followed, also none that takes a folder's place meanwhile."""
+    total = 0
+    seen: set[tuple[int, int]] = set()
+    try:
+        open_folders = [(os.open(tree, _FOLDER), [""])]
+    except OSError:
+        return 0
+    try:
+        while open_folders:
+            folder, names = open_folders[-1]
+            if not names:
+                os.close(open_folders.pop()[0])
+                continue
+            name = names.pop()
+            with contextlib.suppress(OSError):
+                inner = os.open(name, _FOLDER, dir_fd=folder) if name else os.dup(folder)
+                open_folders.append((inner, inside := []))
+                with os.scandir(inner) as found:
+                    for entry in found:
+                        told = os.stat(entry.name, dir_fd=inner, follow_symlinks=False)
+                        if (told.st_dev, told.st_ino) in seen:
+                            continue
+                        seen.add((told.st_dev, told.st_ino))
+                        total += max(told.st_blocks * 512, _PAGE)
+                        if stat.S_ISDIR(told.st_mode):
+                            inside.append(entry.name)
+    finally:
+        for folder, _ in open_folders:
+            os.close(folder)
     return total

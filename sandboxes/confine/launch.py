@@ -20,6 +20,10 @@ from sandboxes.confine import kernel
 
 OLD, NEW = "/old", "/new"
 """Where the host's root and the new one are while that is put together, on a file system that nobody else sees."""
+MASKED = tuple(
+    f"/proc/{name}"
+    for name in ("acpi", "asound", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list", "timer_stats")
+)
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -51,8 +55,18 @@ def main() -> int:
     os.closerange(4, 1 << 16)
     kernel.sethostname(plan["hostname"])
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, "hidepid=4")
+    _mask()
     os.execve(plan["command"][0], plan["command"], plan["environ"])
     return 1
+
+
+def _mask() -> None:
+    """What of the kernel's own is nobody's business."""
+    for path in MASKED:
+        if os.path.isdir(path):
+            kernel.mount("tmpfs", path, "tmpfs", kernel.MS_RDONLY, "size=4k")
+        elif os.path.exists(path):
+            kernel.mount("/dev/null", path, None, kernel.MS_BIND)
 
 
 def _build_root(plan: dict[str, object]) -> None:

@@ -1,12 +1,14 @@
 """Digest and diff of working folders."""
 
 import os
+import resource
 import socket
 from pathlib import Path
 
 import pytest
 
-from sandboxes import files
+from sandboxes import files, layers
+from sandboxes.types import SandboxError
 
 
 @pytest.fixture
@@ -101,3 +103,44 @@ def test_names_that_are_no_text_are_shown_and_told_apart(two: tuple[Path, Path])
     (two[1] / os.fsdecode(b"\xff")).touch()
     (two[1] / os.fsdecode(b"\xfe")).touch()
     assert [change.path for change in files.diff(*two, 100)] == ["\\xfe", "\\xff"]
+
+
+def test_a_link_that_takes_a_folders_place_during_a_diff_shows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer, outside = tmp_path / "older", tmp_path / "newer", tmp_path / "outside"
+    for path in (older, newer / "d", outside):
+        path.mkdir(parents=True)
+    (newer / "d" / "f").write_text("own")
+    (outside / "f").write_text("the host's")
+    entries = files.entries
+
+    def then_swapped(tree: Path) -> list[tuple[str, files.Entry]]:
+        found = list(entries(tree))
+        if tree == newer:
+            (newer / "d").rename(newer / "was d")
+            (newer / "d").symlink_to(outside)
+        return found
+
+    monkeypatch.setattr(files, "entries", then_swapped)
+    changes = {change.path: change.text for change in files.diff(older, newer, 10)}
+    assert changes == {"d": None, "d/f": None}
+    assert layers.size(newer) < 1 << 20
+
+
+async def test_folders_nested_thousands_deep_are_measured_and_removed_and_refused(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    place = os.open(tree, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=place)
+        inner = os.open("d", os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = inner
+    os.close(place)
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 4000:
+        assert layers.size(tree) >= 3000 * 4096
+    with pytest.raises(SandboxError, match="nested more than"):
+        files.digest(tree)
+    await layers.remove(tree)
+    assert not tree.exists()
