@@ -38,7 +38,7 @@ READABLE = ["/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc", "/opt",
 MOST_MESSAGE = 1 << 16
 _AHEAD = 1 << 20
 """Bytes that are read while a tool runs."""
-_LAST_STEP_S = 0.1
+_LAST_STEP_MS = 100
 
 
 class Handler(Protocol):
@@ -69,7 +69,7 @@ class _Place:
 class Driver:
     """One process. `run` is left at its end."""
 
-    def __init__(self, control: socket.socket, handler: Handler, readable: list[str]) -> None:
+    def __init__(self, control: socket.socket, handler: Handler, readable: list[str], files: list[OpenFile]) -> None:
         self._control = control
         self._handler = handler
         self._interrupt: Callable[[bytes], bool] = getattr(handler, "interrupt", lambda line: False)
@@ -82,8 +82,8 @@ class Driver:
         """Its files are being copied: no call begins."""
         self._buffer = bytearray()
         self._lines: deque[bytes] = deque()
-        # Of an image: what its sandboxes have open, and where they stand.
-        self._files: list[OpenFile] = []
+        # What a sandbox that is forked off has open, and where it stands.
+        self._files = files
         self._cwd: str | None = None
 
     def run(self) -> None:
@@ -142,7 +142,9 @@ class Driver:
         have been found then."""
         if (place := self._place) is not None:
             if self._busy and not self._lines:  # its answer may be out already, and only the thread's last step isn't
-                select.select([place.ended], [], [], _LAST_STEP_S)
+                waiting = select.poll()
+                waiting.register(place.ended, select.POLLIN)
+                waiting.poll(_LAST_STEP_MS)
                 self._busy = not self._ended(place)
             if self._busy or self._lines or self._buffer:
                 raise Busy
@@ -185,7 +187,7 @@ class Driver:
         for number in range(3):
             os.dup2(quiet, number)
         for file in self._files:
-            file.let_go(quiet)
+            file.leave(quiet)
         os.close(quiet)
         # Back to where the zygote is: no mount of the sandbox is held, and whoever is forked off starts from there.
         kernel.enter_mounts("/proc/1/ns/mnt")
@@ -300,7 +302,7 @@ def main() -> int:
     try:
         module, _, attribute = entry.partition(":")
         handler = getattr(importlib.import_module(module), attribute)(argument)
-        stillness.alone({0, 1, 2, CONTROL}, ())
+        files = stillness.alone({0, 1, 2, CONTROL}, ())
     except BaseException as error:
         kind, words = (
             ("not_forkable", "The server can't be forked: ")
@@ -313,7 +315,7 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     control.send(json.dumps({"ready": True}).encode())
-    Driver(control, handler, readable).run()
+    Driver(control, handler, readable, files).run()
     # No code of the server's runs at the end: it would have this thread's rights.
     os._exit(0)
 

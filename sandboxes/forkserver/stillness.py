@@ -33,34 +33,45 @@ class NotAlone(Exception):
 
 
 class OpenFile:
-    """A file of the sandbox's folders that is open: in another sandbox's process it must be that one's."""
+    """A file that is open. One of the sandbox's folders (`own`) must be, in another sandbox's process, that one's; of
+    any other, each process needs a place to read at that is its own."""
 
-    def __init__(self, number: int, path: str) -> None:
-        if path.endswith(" (deleted)"):
-            raise NotAlone(f"the file {path} is open (descriptor {number}), and can't be opened again")
-        self.number, self.path = number, path
+    def __init__(self, number: int, path: str, *, own: bool) -> None:
+        self._number, self._path, self._own = number, path, own
         self._flags = fcntl.fcntl(number, fcntl.F_GETFL) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
-        if self._flags & os.O_ACCMODE == os.O_RDWR and os.pread(number, len(_SQLITE), 0) == _SQLITE:
-            # It compares inodes, and refuses to write to what isn't the file that it opened.
-            raise NotAlone(f"the SQLite database {path} is open; close it between calls")
+        if own:
+            self._demand_path()
         self._inheritable = os.get_inheritable(number)
         self._offset = 0 if self._flags & os.O_DIRECTORY else os.lseek(number, 0, os.SEEK_CUR)
 
-    def let_go(self, quiet: int) -> None:
-        """Keeps its number with something in it that is nobody's."""
-        os.dup2(quiet, self.number, self._inheritable)
+    def _demand_path(self) -> None:
+        """That the fork finds it under its name, and may."""
+        if self._path.endswith(" (deleted)"):
+            raise NotAlone(f"the file {self._path} is open (descriptor {self._number}), and can't be opened again")
+        writable = self._flags & os.O_ACCMODE == os.O_RDWR
+        if writable and os.pread(self._number, len(_SQLITE), 0) == _SQLITE:
+            # It compares inodes, and refuses to write to what isn't the file that it opened.
+            raise NotAlone(f"the SQLite database {self._path} is open; close it between calls")
+
+    def leave(self, quiet: int) -> None:
+        """In an image: nothing that is the sandbox's is held. `quiet` takes the number."""
+        if self._own:
+            os.dup2(quiet, self._number, self._inheritable)
+        else:
+            self.reopen()
 
     def reopen(self) -> None:
-        """Raises OSError."""
-        fresh = os.open(self.path, self._flags | os.O_CLOEXEC)
+        """In a new sandbox. Raises OSError."""
+        fresh = os.open(self._path if self._own else f"/proc/self/fd/{self._number}", self._flags | os.O_CLOEXEC)
         if self._offset:
             os.lseek(fresh, self._offset, os.SEEK_SET)
-        os.dup2(fresh, self.number, self._inheritable)
+        os.dup2(fresh, self._number, self._inheritable)
         os.close(fresh)
 
 
 def alone(known: Collection[int], folders: tuple[str, ...]) -> list[OpenFile]:
-    """The files of these folders that are open. `known` descriptors don't matter. Raises `NotAlone`."""
+    """The files that are open; those of these folders are the sandbox's own. `known` descriptors don't matter. Raises
+    `NotAlone`."""
     _demand_one_thread()
     files = _open_files(known, folders)
     _demand_own_memory(folders)
@@ -99,8 +110,8 @@ def _open_files(known: Collection[int], folders: tuple[str, ...]) -> list[OpenFi
             raise NotAlone(f"a pipe is open (descriptor {number})")
         if target.startswith("/memfd:"):
             raise NotAlone(f"memory that can be shared is open (descriptor {number}, {target})")
-        if (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) and _within(target, folders):
-            found.append(OpenFile(number, target))
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            found.append(OpenFile(number, target, own=_within(target, folders)))
     return found
 
 

@@ -88,6 +88,18 @@ async def test_an_open_file_goes_on_at_its_place_and_in_the_forks_own_folder(ser
         assert await fork.run(seen) == [f"one fork {number}"] * 2 + ["/workspace/d"]
 
 
+async def test_a_file_that_was_opened_before_the_first_fork_is_read_by_each_at_its_own_place(
+    server: Server, spec: Spec
+) -> None:
+    a, b = await server.start(spec), await server.start(spec)
+    read = "result = source.read(5).decode()"
+    first, second = await a.run(read), await a.run(read)
+    c = await server.fork(spec, a)
+    third = await c.run(read)
+    assert [await b.run(read) for _ in range(3)] == [first, second, third]
+    assert await a.run(read) == third
+
+
 async def test_a_database_in_a_file_goes_on_where_it_is_opened_by_each_call(server: Server, spec: Spec) -> None:
     sandbox = await server.start(spec)
     add = (
