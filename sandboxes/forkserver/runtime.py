@@ -308,7 +308,7 @@ class ForkServer:
 
     async def _sweep(self, zygote: Zygote) -> None:
         """Removes the layers that nobody stands on any more."""
-        standing = [*self._images.values(), *self._sandboxes.values()]
+        standing: list[_Image | _Sandbox] = [*self._images.values(), *self._sandboxes.values()]
         used = {layer for one in standing if one.zygote is zygote for layer in one.stack}
         unused = zygote.layers - used
         zygote.layers -= unused

@@ -103,7 +103,7 @@ async def test_a_keeper_that_is_asked_to_end_takes_everything_along(forking: Ser
     async with keeper(folder) as (client, pid):
         await client.start(spec, "a")
         await client.freeze("a", "i")
-        ends = [os.pidfd_open(number) for number in rooms(folder)]
+        ends = [os.pidfd_open(number) for number in (pid, *rooms(folder))]
         os.kill(pid, signal.SIGTERM)
         for end in ends:
             await asyncio.to_thread(_wait, end)
