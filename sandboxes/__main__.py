@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from sandboxes.confine import kernel
+from sandboxes.docker import Containers
 from sandboxes.forkserver.runtime import ForkServer
 from sandboxes.keeper import Keeper
 from sandboxes.runtime import Died, Folders, Runtime
@@ -28,7 +29,7 @@ log = logging.getLogger("sandboxes")
 
 def runtimes(folders: Folders, died: Died) -> dict[Kind, Runtime]:
     """All that this version has."""
-    return {Kind.FORK: ForkServer(folders, died)}
+    return {Kind.FORK: ForkServer(folders, died), Kind.DOCKER: Containers(folders, died)}
 
 
 async def keep(listener: socket.socket, state: Path, *, child: bool) -> None:

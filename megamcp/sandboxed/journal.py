@@ -13,8 +13,10 @@ HEAD = f"""select s.name, s.host, s.runtime, s.status, s.image, s.seq, s.modern,
     {_CALLED} as called, s.status = 'creating' and not megamcp.alive(s.owner) as orphaned
     from megamcp.sandboxes s where s.rollout = $1 and s.server = $2"""
 
-# Where a rollout that has no sandbox of its own stands: no row is as the environment starts.
-ORIGIN = """select i.name, i.host, i.runtime, i.status, i.modern, i.instructions
+# Where a rollout that has no sandbox of its own stands: no row is as the environment starts. A conversation goes on
+# from an image only if that holds memory.
+ORIGIN = """select i.name, i.host, i.runtime, i.status, case when i.memory then i.modern end as modern,
+    case when i.memory then i.instructions end as instructions
     from megamcp.rollouts r join megamcp.image_points p on p.checkpoint = r.checkpoint and p.server = $2
     join megamcp.images i on i.name = p.image where r.id = $1"""
 
@@ -34,7 +36,8 @@ PLAN = """insert into megamcp.sandboxes (name, host, environment, server, runtim
     values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) on conflict do nothing returning name"""
 
 # A sandbox that is not there (parked, or lost with nothing in it) is made again under another name.
-REPLACE = """update megamcp.sandboxes set name = $2, status = 'creating', owner = $3, host = $4, reason = null
+REPLACE = """update megamcp.sandboxes s set name = $2, status = 'creating', owner = $3, host = $4, reason = null,
+    (modern, instructions) = (select i.modern, i.instructions from megamcp.images i where i.name = s.image and i.memory)
     where name = $1 and status in ('parked', 'lost') returning name"""
 
 # Ready, if the rollout still stands where it stood when it was begun.
@@ -113,9 +116,9 @@ FORGET = "delete from megamcp.sandboxes where name = $1 and status = 'dropping'"
 FORGET_IMAGE = "delete from megamcp.images where name = $1 and status = 'dropping'"
 KNOWN = "select name from megamcp.sandboxes where host = $1 union all select name from megamcp.images where host = $1"
 
-# Sandboxes that nothing has used for long and that can wait on disk.
+# Sandboxes that nothing has used for long and that can wait on disk, memory and all.
 IDLE = f"""select s.name, s.rollout, s.server, s.image, s.seq, {_CALLED} as called from megamcp.sandboxes s
-    where s.host = $1 and s.status = 'ready' and s.runtime <> 'fork' and s.rollout is not null
+    where s.host = $1 and s.status = 'ready' and s.runtime = 'criu' and s.rollout is not null
       and s.used_at < clock_timestamp() - $2::interval limit $3"""
 PARK = """update megamcp.sandboxes s set status = 'parked', image = $2, seq = r.seq from megamcp.rollouts r
     where s.name = $1 and s.status = 'ready' and r.id = s.rollout returning s.name"""
