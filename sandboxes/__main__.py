@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from sandboxes.confine import kernel
+from sandboxes.criu import Criu
 from sandboxes.docker import Containers
 from sandboxes.forkserver.runtime import ForkServer
 from sandboxes.keeper import Keeper
@@ -29,7 +30,11 @@ log = logging.getLogger("sandboxes")
 
 def runtimes(folders: Folders, died: Died) -> dict[Kind, Runtime]:
     """All that this version has."""
-    return {Kind.FORK: ForkServer(folders, died), Kind.DOCKER: Containers(folders, died)}
+    return {
+        Kind.FORK: ForkServer(folders, died),
+        Kind.CRIU: Criu(Folders(folders.state / "criu"), died),
+        Kind.DOCKER: Containers(folders, died),
+    }
 
 
 async def keep(listener: socket.socket, state: Path, *, child: bool) -> None:
