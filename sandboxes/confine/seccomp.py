@@ -49,6 +49,8 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
 _ABSENT: dict[str, tuple[int | None, int | None]] = {
     "clone3": (435, 435), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
 }  # fmt: skip
+REFUSED, ABSENT = tuple(_REFUSED), tuple(_ABSENT)
+"""Names, for whoever writes filters of another kind."""
 _NEWEST = 469
 """What this list knows of; a call with a higher number isn't there."""
 _CLONE, _SOCKET, _IOCTL, _PERSONALITY = (56, 220), (41, 198), (16, 29), (135, 92)

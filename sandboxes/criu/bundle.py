@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from sandboxes.confine import seccomp
 from sandboxes.types import SandboxError, Spec
 
 SHOWN = ("/bin", "/etc", "/lib", "/lib32", "/lib64", "/opt", "/sbin", "/usr")
@@ -176,30 +177,19 @@ def _mount(place: str, kind: str, *options: str) -> dict[str, Any]:
     return {"destination": place, "type": kind, "source": kind, "options": list(options)}
 
 
-# What could reach out of a container, or widens what an attacker of the kernel can try.
-_REFUSED = """
-    unshare setns mount umount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount fspick
-    mount_setattr ptrace process_vm_readv process_vm_writev kcmp pidfd_getfd process_madvise
-    bpf perf_event_open keyctl add_key request_key fanotify_init fanotify_mark userfaultfd lookup_dcookie syslog
-    clock_settime clock_adjtime adjtimex settimeofday init_module finit_module delete_module kexec_load kexec_file_load
-    reboot swapon swapoff acct quotactl quotactl_fd vhangup sethostname setdomainname iopl ioperm modify_ldt nfsservctl
-    open_by_handle_at name_to_handle_at migrate_pages move_pages
-"""
-# Programs try these first and can do without. (CRIU can't dump what io_uring holds.)
-_ABSENT = "clone3 io_uring_setup io_uring_enter io_uring_register"
 _NAMESPACES = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 _EPERM, _ENOSYS = 1, 38
 
 
 def _seccomp() -> dict[str, Any]:
-    def rule(names: list[str], errno: int, **more: Any) -> dict[str, Any]:
+    def rule(names: tuple[str, ...], errno: int, **more: Any) -> dict[str, Any]:
         return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": errno, **more}
 
     masked = [
-        rule(["clone"], _EPERM, args=[{"index": 0, "value": flag, "valueTwo": flag, "op": "SCMP_CMP_MASKED_EQ"}])
+        rule(("clone",), _EPERM, args=[{"index": 0, "value": flag, "valueTwo": flag, "op": "SCMP_CMP_MASKED_EQ"}])
         for flag in _NAMESPACES
     ]
     return {
         "defaultAction": "SCMP_ACT_ALLOW",
-        "syscalls": [rule(_REFUSED.split(), _EPERM), rule(_ABSENT.split(), _ENOSYS), *masked],
+        "syscalls": [rule(seccomp.REFUSED, _EPERM), rule(seccomp.ABSENT, _ENOSYS), *masked],
     }

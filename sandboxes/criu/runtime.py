@@ -19,6 +19,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from sandboxes.types import Exited, Frozen, Kind, Pipes, Report, SandboxError, S
 
 _TRIAL = Spec(kind=Kind.CRIU, command=("/bin/sh", "-c", 'n=0; while read -r _; do n=$((n + 1)); echo "$n"; done'))
 _TRIAL_S = 20.0
+_PATROL_S = 1.0
 _SUBREAPER = 36
 # Files that were deleted but are open are kept with the memory, up to this size. Connections inside a sandbox need no
 # lock: both of their ends stand still.
@@ -56,6 +58,8 @@ class _Sandbox:
     """Another descriptor of the pipe, to see what waits in it."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     leaving: bool = False
+    reason: str = ""
+    """Why it is being ended by us."""
     watching: "asyncio.Task[None] | None" = None
 
 
@@ -71,6 +75,7 @@ class Criu:
         self._settings = folders.state / "criu.conf"
         self._templates = Templates(folders, self._runc, self._group, self._settings)
         self._sandboxes: dict[str, _Sandbox] = {}
+        self._patrol: asyncio.Task[None] | None = None
         self._report: Report | None = None
 
     async def report(self) -> Report:
@@ -152,6 +157,8 @@ class Criu:
         for descriptor in streams:
             os.close(descriptor)
         self._sandboxes[sandbox] = made
+        if self._patrol is None:
+            self._patrol = asyncio.create_task(self._look_after_disks(), name="sandboxes' disks")
         made.watching = asyncio.create_task(self._watch(sandbox, made), name=f"watch {sandbox}")
         return Pipes(pipes[1], pipes[2], pipes[4])
 
@@ -173,6 +180,20 @@ class Criu:
         sandbox.ended.set()
         if not sandbox.leaving:
             self._died(Exited(sandbox=name, status=status, reason=_reason(status, sandbox)))
+
+    async def _look_after_disks(self) -> None:
+        """A sandbox that has written more than it may is ended."""
+        while True:
+            began = time.monotonic()
+            for name, sandbox in list(self._sandboxes.items()):
+                limit = sandbox.spec.limits.disk
+                upper = self._folders.sandbox(name) / "upper"
+                if not sandbox.reason and await asyncio.to_thread(layers.size, upper) > limit:
+                    sandbox.reason = f"it was over its disk limit of {limit >> 20} MiB"
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(sandbox.pid, signal.SIGKILL)
+            # A tenth of one processor at most.
+            await asyncio.sleep(max(_PATROL_S, 9 * (time.monotonic() - began)))
 
     async def freeze(self, sandbox: str, image: str) -> Frozen:
         found = self._sandboxes[sandbox]
@@ -304,6 +325,8 @@ class Criu:
                     layers.unmount(mounted)
 
     async def aclose(self) -> None:
+        if self._patrol is not None:
+            self._patrol.cancel()
         for name in list(self._sandboxes):
             await self.remove(name)
         if os.geteuid() == 0:
@@ -322,6 +345,8 @@ def _written(upper: Path) -> bool:
 
 
 def _reason(status: int | None, sandbox: _Sandbox) -> str:
+    if sandbox.reason:
+        return sandbox.reason
     if sandbox.groups.killed_for_memory():
         return f"it was killed for using more than {sandbox.spec.limits.memory} bytes of memory"
     if status is None:

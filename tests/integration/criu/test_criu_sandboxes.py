@@ -198,9 +198,17 @@ async def test_limits_hold_after_a_restore(host: Host) -> None:
     bomb = "[kept.setdefault('p', []).append(__import__('subprocess').Popen(['/bin/sleep', '60'])) for _ in range(40)]"
     assert "Resource temporarily unavailable" in str(await talk(bomb))
     assert "File too large" in str(await talk("open('big', 'wb').write(b'x' * (2 << 20))"))
+    await talk("os.remove('big')")
     os.write(talk.pipes.stdin, b"kept.update(x=b'x' * (300 << 20))\n")
     exited = await asyncio.wait_for(host.exited.get(), 20)
     assert (exited.sandbox, "memory" in exited.reason) == ("limits-2", True)
+
+
+async def test_who_writes_more_than_it_may_is_ended(host: Host) -> None:
+    talk = await host.start(spec(limits=Limits(disk=1 << 20)), "disk-1")
+    os.write(talk.pipes.stdin, b"[open(f'{n}', 'wb').write(b'x' * (1 << 19)) for n in range(4)]\n")
+    exited = await asyncio.wait_for(host.exited.get(), 20)
+    assert (exited.sandbox, exited.reason) == ("disk-1", "it was over its disk limit of 1 MiB")
 
 
 def _alive(pid: int) -> bool:
