@@ -26,7 +26,7 @@ command -v apt-get >/dev/null || skip "no apt-get here"
 export DEBIAN_FRONTEND=noninteractive
 if ! command -v runc >/dev/null || ! command -v patchelf >/dev/null; then
   apt-get update -qq || echo "sandbox tools: apt-get update failed, going on with the lists that are there"
-  apt-get install -y -qq --no-install-recommends runc patchelf >/dev/null || skip "runc and patchelf can't be installed"
+  apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends runc patchelf >/dev/null || skip "runc and patchelf can't be installed"
 fi
 works && exit 0
 
