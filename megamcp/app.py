@@ -45,6 +45,12 @@ class Gateway:
     def __init__(self, control: FastAPI) -> None:
         self.control = control
 
+    def stop_calls(self) -> None:
+        """See `Dataplane.stop_calls`."""
+        services: Services | None = getattr(self.control.state, "services", None)
+        if services is not None:
+            services.dataplane.stop_calls()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(AGENT_PATHS) and Dataplane.serves(scope["path"]):
             services: Services = self.control.state.services

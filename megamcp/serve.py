@@ -23,7 +23,7 @@ from typing import Any
 import uvicorn
 from pydantic import SecretStr
 
-from megamcp.app import create_app, prepare
+from megamcp.app import Gateway, create_app, prepare
 from megamcp.databases.clusters import OwnCluster
 from megamcp.errors import Conflict, Unprocessable
 from megamcp.http_protocol import Protocol
@@ -33,6 +33,8 @@ from megamcp.settings import Settings
 log = logging.getLogger("megamcp")
 
 DRAIN_S = 10
+ENDING_S = 3
+"""Of those: for calls that are ended to be recorded and answered."""
 LISTEN_PATIENCE_S = 4.0
 READY = "megamcp is ready at"
 
@@ -143,6 +145,16 @@ class _Server(uvicorn.Server):
     """Says where it is ready, once; a worker says nothing."""
 
     announce: str | None = None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What runs may finish. What doesn't is ended with a word to its caller, before uvicorn ends it without."""
+        app = self.config.app
+        assert isinstance(app, Gateway)
+        ending = asyncio.get_running_loop().call_later(DRAIN_S - ENDING_S, app.stop_calls)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from megamcp.dataplane.links import Environment, Environments, Route
 from megamcp.dataplane.ports import ControlPort, Intent, Limits, RolloutView
 from megamcp.dataplane.protocol import Progress, ToolCall, UpstreamLost, header_value
 from megamcp.dataplane.ways import Way
-from megamcp.errors import BadRequest, DeadlineExceeded, MegaMCPError, NoCapacity, UpstreamError
+from megamcp.errors import BadRequest, DeadlineExceeded, MegaMCPError, NoCapacity, Unavailable, UpstreamError
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class Calls:
         self._limits = limits
         self._gates = Gates(limits.readers_per_rollout, limits.waiting_per_rollout)
         self._running = 0
+        self._callers: set[asyncio.Task[Any]] = set()
+        self._stopped = False
         self._settling: set[asyncio.Task[Any]] = set()
 
     @property
@@ -78,10 +80,28 @@ class Calls:
                 f"An idempotency key has 1 to {MAX_KEY_BYTES} bytes, none of them NUL.", code="bad_idempotency_key"
             )
         self._running += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._callers.add(task)
         try:
             return await self._queued(rollout, request, progress)
+        except asyncio.CancelledError:
+            if not self._stopped or task.uncancel() > 0:
+                raise
+            raise Unavailable(
+                "The gateway is stopping; the call was ended.",
+                code="gateway_stopping",
+                hint="Repeat it with its idempotency key when the gateway is back: what it did is told, and done once.",
+            ) from None
         finally:
+            self._callers.discard(task)
             self._running -= 1
+
+    def stop(self) -> None:
+        """The gateway is stopping: calls that still run are ended, and their callers told why."""
+        self._stopped = True
+        for task in self._callers:
+            task.cancel()
 
     async def _queued(self, rollout: RolloutView, request: CallRequest, progress: Progress | None) -> wire.Reply:
         view = await self._control.environment(rollout.environment_id)

@@ -81,6 +81,10 @@ class Dataplane:
         """An environment was unloaded: stops its servers."""
         await self._environments.forget(environment_id)
 
+    def stop_calls(self) -> None:
+        """The gateway is about to stop: calls that still run end now, as `gateway_stopping`."""
+        self._calls.stop()
+
     async def aclose(self) -> None:
         """Waits for endings that are being recorded, then stops every child."""
         await self._calls.aclose()

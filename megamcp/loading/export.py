@@ -68,7 +68,10 @@ async def export(wanted: Wanted, into: Path | None, progress: Progress) -> Path:
     if not folder.parent.is_dir():
         raise BadRequest(f"There is no folder {folder.parent}.", hint="Make it first, or name another with --into.")
     relations = await _look(wanted)
-    growing = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        growing = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise Unavailable(f"The folder can't be written: {error}", code="folder_not_written") from error
     try:
         await _dump(wanted, relations, growing / DUMP, progress)
         (growing / "environment.toml").write_text(_definition(wanted, name), encoding="utf-8")
