@@ -303,11 +303,23 @@ class Control:
         place = await self._place(rollout, server)
         nonce = uuid.UUID(handle.split(".")[5])
         told = (_CANCELLED if error is None else error).decode()
-        async with place.cluster.inside(place.name) as inside:
-            if error is not None:
-                await inside.tell([nonce], told)
-            await inside.end_call(nonce)
-            recorded, result, is_error = await inside.call_fail(handle, tool, arguments.decode(), told, deed=place.deed)
+        for ended in (False, True):  # who drains the database ends this session too; what it did may be done again
+            try:
+                async with place.cluster.inside(place.name) as inside:
+                    if error is not None:
+                        await inside.tell([nonce], told)
+                    await inside.end_call(nonce)
+                    recorded, result, is_error = await inside.call_fail(
+                        handle, tool, arguments.decode(), told, deed=place.deed
+                    )
+                break
+            except outages.DRIVER as lost:
+                if ended or not outages.lost(lost):
+                    raise
+            except (Conflict, NotFound) as closed:
+                if closed.code not in ("database_sealed", "database_not_found"):
+                    raise
+                raise await self._moved_on(rollout.id) from closed
         with contextlib.suppress(Conflict, Gone):  # the rollout has moved on; what is said to the agent stays the same
             await self.record_call(
                 rollout,

@@ -93,9 +93,9 @@ STANDING = "select status, epoch, checkpoint, environment from megamcp.rollouts 
 
 # -- the keeper's -----------------------------------------------------------------------------------------------
 
-# Nobody's copies that still take connections.
+# Copies that nobody may use any more and that still take connections.
 OPEN_LEFTOVERS = """select name, cluster from megamcp.databases
-    where kind = 'clone' and status in ('ready', 'full') and rollout is null and not sealed limit $1"""
+    where kind = 'clone' and (status = 'full' or status = 'ready' and rollout is null) and not sealed limit $1"""
 
 # Rollouts' databases that were looked at longest ago, and what each turned out to take.
 UNMEASURED = """select name, cluster, rollout from megamcp.databases
@@ -105,7 +105,7 @@ UNMEASURED = """select name, cluster, rollout from megamcp.databases
 MEASURED = """update megamcp.databases set bytes = $2::bigint, measured_at = clock_timestamp(),
         status = case when status = 'ready' and rollout is not null and $2::bigint > $3::bigint then 'full'
                       else status end
-    where name = $1 returning status"""
+    where name = $1 returning old.status = 'ready' and new.status = 'full'"""
 
 # How far the log of each large database is needed by no checkpoint: each can be played on from its copy.
 TRIMMABLE = """select d.name, d.cluster, min(coalesce(s.sealed_position, 0)) as upto

@@ -153,13 +153,14 @@ class Keeper:
             if cluster := self._cluster(row["cluster"]):
                 used = await cluster.own_bytes(row["name"])
                 quota = self._settings.database_quota
-                if await self._store.value(sql.MEASURED, row["name"], used, quota) == "full":
+                if await self._store.value(sql.MEASURED, row["name"], used, quota):  # this round made it full
                     log.warning(
                         "database %s has %d MB to itself; the quota is %d MB", row["name"], used >> 20, quota >> 20
                     )
                     await self._store.value(TELL_STANDING, row["rollout"])  # whose places are no longer good
                     self._databases.forget(row["rollout"])
-                    await self._databases.retire(cluster, row["name"])
+                    with _apart(row["name"]):
+                        await self._databases.retire(cluster, row["name"])
         return len(rows)
 
     async def _trim(self) -> int:

@@ -131,14 +131,14 @@ def drain(state: str, visible: str, catalog: Catalog) -> str:
   _any boolean;
   _before text := coalesce(current_setting('megamcp.draining', true), '');
   _mine text := '<' || _level || '>';
-  _depth int := coalesce(nullif(current_setting('megamcp.depth', true), ''), '0');
+  _depth text := coalesce(current_setting('megamcp.depth', true), '');  -- in levels' names: back as it was
   _done text;
 begin
   if _before = _mine then
     return;
   end if;
   _done := set_config('megamcp.draining', _mine, true);
-  _done := set_config('megamcp.depth', (_depth + 1)::text, true);
+  _done := set_config('megamcp.depth', (coalesce(nullif(_depth, ''), '0')::int + 1)::text, true);
   loop  -- a batch at a time: events that it adds come after all of it
     _any := false;
     for _event in
@@ -150,7 +150,7 @@ begin
     exit when not _any;
   end loop;
   _done := set_config('megamcp.draining', _before, true);
-  _done := set_config('megamcp.depth', _depth::text, true);
+  _done := set_config('megamcp.depth', _depth, true);
   if not exists (select from {s}."~queue" q where q.xact = pg_current_xact_id()) then
     _done := set_config('megamcp.queued', '', true);
   end if;

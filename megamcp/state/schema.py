@@ -47,7 +47,7 @@ from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, ROW, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 19
+COMPILER_VERSION = 20
 _ATTEMPTS = 20
 MODULUS = 1 << 128
 

@@ -68,8 +68,8 @@ declare
 begin
   _done := set_config({kept(state, "head")}, split_part(_bound, '|', 2), true);
   if current_setting(_setting, true) <> '' then
-    if {s}."~merging"() then
-      return;  -- MERGE fires this once for INSERT, UPDATE and DELETE each
+    if _level = '' and {s}."~merging"() then
+      return;  -- MERGE fires this once for INSERT, UPDATE and DELETE each; none is in a function
     end if;
     raise exception 'two parts of one command write table "%"', _name
       using errcode = '0A000', hint = 'Write the table in statements of their own.';

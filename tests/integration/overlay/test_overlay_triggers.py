@@ -242,3 +242,34 @@ async def test_a_trigger_that_could_not_be_exact_is_refused_by_name(world, const
     with pytest.raises(UnsupportedSchema) as refused:
         await world.load(REFUSED[construct])
     assert construct in [problem["construct"] for problem in refused.value.extra["problems"]]
+
+
+def test_a_function_writes_rows_whose_triggers_write_before_and_after(compare: Callable[..., None]) -> None:
+    compare(
+        """create table t (id int primary key, a int); create table log (n int, what text);
+        create function noted() returns trigger language plpgsql as $$ begin
+          insert into log values (new.a, tg_when); return new; end $$;
+        create trigger b before update on t for each row execute function noted();
+        create trigger c after update on t for each row execute function noted();
+        create function more() returns text language plpgsql as $$ declare n int; begin
+          update t set a = a + 1; get diagnostics n = row_count; update t set a = a + 1 where id < 3; return n; end $$;
+        create function each() returns setof t language sql as 'update t set a = a * 2 returning *';""",
+        ["t", "log"],
+        ["insert into t values (1, 1), (2, 2), (3, 3)"],
+        ["select more()", "select * from each() order by id", ("select more()", "update t set a = 0", "select more()")],
+    )
+
+
+def test_a_function_that_writes_the_target_of_its_merge_fails(compare: Callable[..., None]) -> None:
+    compare(
+        """create table t (id int primary key, n int); create table s (id int primary key, n int);
+        create function own(k int) returns int language sql as 'update t set n = n + k where id = k returning k';
+        create function other(k int) returns int language sql as 'update s set n = n + k where id = k returning k';""",
+        ["t", "s"],
+        ["insert into t values (1, 1), (2, 2)", "insert into s values (1, 1), (2, 2)"],
+        [
+            "merge into t using s on t.id = s.id when matched then update set n = other(1)",
+            "merge into t using (values (1), (9)) s (id) on t.id = s.id when matched then update set n = other(1)"
+            " when not matched then insert values (s.id, other(2)) returning merge_action(), t.*",
+        ],
+    )
