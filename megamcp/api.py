@@ -23,12 +23,12 @@ from megamcp.loads import watched
 from megamcp.services import Services
 from megamcp.store import cursor_of, read_cursor
 from megamcp.views import (
+    changes_view,
     checkpoint_view,
     encode,
     environment_view,
     event_document,
     rollout_view,
-    table_view,
 )
 
 PROBLEM = {"model": t.Problem, "content": {"application/problem+json": {}}}
@@ -272,12 +272,7 @@ async def diff(
 ) -> Response:
     """Numbers keep all their digits."""
     servers = {
-        name: t.ServerDiff(
-            kind=server.config.state.kind,
-            tables={table: table_view(d) for table, d in tables.items()},
-        )
-        for name, (server, tables) in (await s.points.diff(rollout, start, to)).items()
-        if tables
+        name: changes_view(changes) for name, changes in (await s.points.diff(rollout, start, to)).items() if changes
     }
     found = t.Diff.model_validate({"rollout": rollout, "from": start, "to": to, "servers": servers})
     return _json(found.model_dump(by_alias=True))
@@ -285,8 +280,16 @@ async def diff(
 
 @router.get("/rollouts/{rollout}/digest", tags=["state"], summary="Hash of the effective state at a point")
 async def digest(s: S, rollout: RolloutId, at: Where = "head") -> t.Digest:
-    total, servers, counters = await s.points.digest(rollout, at)
-    return t.Digest(rollout=rollout, at=at, digest=total, servers=servers, counters=counters)
+    """Null where memory of a process belongs to the state: its server's part is `opaque` then."""
+    found = await s.points.digest(rollout, at)
+    return t.Digest(
+        rollout=rollout,
+        at=at,
+        digest=found.whole,
+        servers=dict(found.servers),
+        files=dict(found.files),
+        counters=dict(found.counters),
+    )
 
 
 @router.post(

@@ -13,6 +13,9 @@ from megamcp.environments import LoadedEnvironment, LoadedServer
 
 UNTOUCHED = "0" * 32
 
+NOTHING = hashlib.sha256().hexdigest()
+"""Digest of an empty folder."""
+
 OPAQUE = "opaque"
 """Begins the sum of a state that is more than what can be compared: the memory of a process."""
 
@@ -34,7 +37,7 @@ def add(total: str | None, delta: int) -> str:
 def part_of(server: LoadedServer, sums: Sums) -> str | None:
     """A server's part of the digest. None where its sum isn't known."""
     content = server.schema.hash if server.schema else server.database or server.files
-    total = sums.get(server.name, UNTOUCHED)
+    total = sums.get(server.name, (server.files or NOTHING) if server.process else UNTOUCHED)
     if total is None or total.startswith(OPAQUE):
         return None
     return hashlib.sha256(f"{content} {total}".encode()).hexdigest()

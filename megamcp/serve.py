@@ -25,9 +25,10 @@ from pydantic import SecretStr
 
 from megamcp.app import Gateway, create_app, prepare
 from megamcp.databases.clusters import OwnCluster
-from megamcp.errors import Conflict, Unprocessable
+from megamcp.errors import Conflict, Unavailable, Unprocessable
 from megamcp.http_protocol import Protocol
 from megamcp.postgres import EmbeddedPostgres
+from megamcp.sandboxed.own import OwnKeeper
 from megamcp.settings import Settings
 
 log = logging.getLogger("megamcp")
@@ -64,6 +65,12 @@ async def _serve(settings: Settings) -> None:
             # One worker starts its own when it needs it; several can't share a child of one of them.
             own = await stack.enter_async_context(OwnCluster(settings))
             settings = settings.model_copy(update={"state_urls": [SecretStr(own.dsn)]})
+        if settings.workers > 1 and settings.sandbox_socket is None:
+            try:
+                keeper = await stack.enter_async_context(OwnKeeper(settings))
+                settings = settings.model_copy(update={"sandbox_socket": Path(keeper.socket)})
+            except Unavailable as error:  # whoever needs it is told so; the rest works
+                log.warning("%s", error.message)
         assert settings.database_url is not None
         await prepare(settings, settings.database_url.get_secret_value())
         if settings.workers == 1:

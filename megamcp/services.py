@@ -20,7 +20,7 @@ from megamcp.points import Points
 from megamcp.queries import Queries
 from megamcp.reaper import Reaper
 from megamcp.rollouts import Rollouts
-from megamcp.sandboxed import Boxes, BoxFreezer, Host, Tender
+from megamcp.sandboxed import Boxes, BoxFreezer, Host, Tender, Trees
 from megamcp.settings import Settings
 from megamcp.squasher import Squasher
 from megamcp.store import Store
@@ -71,7 +71,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         freezer = BoxFreezer(side, host, boxes, lambda: instance.owner)
         rollouts = Rollouts(store, environments, settings, databases, boxes, freezer)
         reads = Reads(side, databases)
-        points = Points(rollouts, environments, reads, settings)
+        points = Points(rollouts, environments, reads, Trees(side, host), settings)
         queries = Queries(rollouts, environments, reads, signer, settings, dsn)
         stack.push_async_callback(queries.close)
         control = Control(

@@ -116,7 +116,9 @@ class Settings(BaseSettings):
     )
     query_timeout_s: float = Field(10, gt=0, description="Deadline of an evaluator's SQL query.")
     query_rows: int = Field(10_000, gt=0, description="Most rows that an evaluator's SQL query returns.")
-    diff_rows: int = Field(1_000, gt=0, description="Most rows that a diff lists for each table.")
+    diff_rows: int = Field(
+        1_000, gt=0, description="Most rows that a diff lists for each table, and files for each server."
+    )
 
     max_body_bytes: int = Field(4 << 20, gt=0, description="Largest request body.")
     max_result_bytes: int = Field(16 << 20, gt=0, description="Largest result taken from a tool server.")

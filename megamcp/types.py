@@ -145,8 +145,8 @@ class Checkpoint(View):
     depth: int = Field(description="Checkpoints from the root to this one.")
     seq: int = Field(description="The last journal row before it.")
     digest: str | None = Field(
-        description="Hash of the effective state; equal states have equal digests. Null after DDL in a database: ask"
-        " for it (`GET /v1/rollouts/{id}/digest`), and it is computed."
+        description="Hash of the effective state; equal states have equal digests. Null where the memory of a process"
+        " belongs to it; and after DDL in a database: ask for it (`GET /v1/rollouts/{id}/digest`), and it is computed."
     )
     label: str | None
     pins: list[str] = Field(default_factory=list, description="Owners that hold it.")
@@ -209,15 +209,35 @@ class TableDiff(View):
     truncated: bool = Field(False, description="More rows differ than the gateway lists.")
 
 
+class FileChange(View):
+    """A path of a working folder that differs between two points."""
+
+    path: str = Field(description="Relative to the working folder.")
+    kind: str = Field(description="file, folder, link or other; of the newer side, unless the path was removed.")
+    size: int | None = Field(None, description="Bytes of a file.")
+    mode: int | None = Field(None, description="Permission bits.")
+    text: str | None = Field(None, description="A unified diff, where both sides are text of moderate size.")
+
+
+class FilesDiff(View):
+    """Paths of one server's working folder that differ between two points, in order."""
+
+    added: list[FileChange]
+    removed: list[FileChange]
+    changed: list[FileChange]
+    truncated: bool = Field(False, description="More paths differ than the gateway lists.")
+
+
 class ServerDiff(View):
-    """What differs in one server's state."""
+    """What differs in one server's state: what its kind has, and nothing else."""
 
     kind: str
     tables: dict[str, TableDiff] = Field(default_factory=dict)
+    files: FilesDiff | None = Field(None, description="Of a server in a sandbox. Its memory can't be compared.")
 
 
 class Diff(View):
-    """What differs between two points, per server. Servers and tables without a difference are left out."""
+    """What differs between two points, per server. Servers, tables and files without a difference are left out."""
 
     rollout: str
     from_: str = Field(alias="from", serialization_alias="from")
@@ -245,8 +265,13 @@ class Digest(View):
 
     rollout: str
     at: str
-    digest: str
-    servers: dict[str, str | None]
+    digest: str | None = Field(description="Null where a server's part is `opaque`.")
+    servers: dict[str, str | None] = Field(
+        description="Each server's part; null without a state, `opaque` where memory, which has none, belongs to it."
+    )
+    files: dict[str, str] = Field(
+        default_factory=dict, description="Digest of the working folder, of servers in sandboxes."
+    )
     counters: dict[str, dict[str, int]] = Field(
         default_factory=dict, description="Sequences, clock and random position; not part of the digest."
     )

@@ -14,6 +14,8 @@ from megamcp import types as t
 from megamcp.bodies import problem
 from megamcp.environments import LoadedEnvironment
 from megamcp.errors import BadRequest, MegaMCPError, NotFound
+from megamcp.points import Changes
+from megamcp.sandboxed import FileChanges
 from megamcp.services import Services
 from megamcp.state import TableDiff
 from megamcp.store import translate
@@ -59,6 +61,24 @@ def table_view(found: TableDiff) -> t.TableDiff:
         changed=[t.RowChange(before=change.before, after=change.after) for change in found.changed],
         total=found.total,
         truncated=found.truncated,
+    )
+
+
+def files_view(found: FileChanges) -> t.FilesDiff:
+    """The changes of a working folder as the wire shows them."""
+    names = "path kind size mode text"
+    by_change: dict[str, list[t.FileChange]] = {"added": [], "removed": [], "changed": []}
+    for change in found.changes:
+        by_change[change.change].append(t.FileChange(**{name: getattr(change, name) for name in names.split()}))
+    return t.FilesDiff(**by_change, truncated=found.truncated)
+
+
+def changes_view(changes: Changes) -> t.ServerDiff:
+    """What differs in a server's state as the wire shows it."""
+    return t.ServerDiff(
+        kind=changes.kind,
+        tables={name: table_view(table) for name, table in changes.tables.items()},
+        files=files_view(changes.files) if changes.files and changes.files.changes else None,
     )
 
 

@@ -1,7 +1,7 @@
 """`python -m sandboxes --socket PATH --state FOLDER`: the keeper as a process.
 
-It says `ready` on stdout when it takes requests. SIGTERM ends every sandbox and then the keeper. With `--child` it ends
-too when its stdin does: whoever started it is gone.
+It says `ready` on stdout when it takes requests. SIGTERM ends every sandbox and then the keeper. With `--linger` it
+ends too when no client was connected for so long: whoever it was for is gone, and nobody has come in its place.
 """
 
 import argparse
@@ -27,6 +27,9 @@ from sandboxes.types import Kind
 
 log = logging.getLogger("sandboxes")
 
+TAKEN = 3
+"""The exit status where another keeper has the state folder."""
+
 
 def runtimes(folders: Folders, died: Died) -> dict[Kind, Runtime]:
     """All that this version has."""
@@ -37,8 +40,8 @@ def runtimes(folders: Folders, died: Died) -> dict[Kind, Runtime]:
     }
 
 
-async def keep(listener: socket.socket, state: Path, *, child: bool) -> None:
-    """Until SIGTERM or SIGINT."""
+async def keep(listener: socket.socket, state: Path, *, linger_s: float | None) -> None:
+    """Until SIGTERM or SIGINT, or until nobody needs it any more."""
     loop = asyncio.get_running_loop()
     keeper: Keeper
     keeper = Keeper(_name(state), runtimes(Folders(state), lambda exited: keeper.died(exited)))
@@ -46,10 +49,8 @@ async def keep(listener: socket.socket, state: Path, *, child: bool) -> None:
     serving = asyncio.create_task(keeper.serve(listener))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, serving.cancel)
-    if child:
-        reader = asyncio.StreamReader()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        watching = asyncio.create_task(reader.read())
+    if linger_s is not None:
+        watching = asyncio.create_task(keeper.deserted(linger_s))
         watching.add_done_callback(lambda _: serving.cancel())
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -94,12 +95,12 @@ def apart() -> None:
 
 
 def main() -> int:
-    """The exit status: 0 when it was asked to end, 2 for what keeps it from starting."""
+    """The exit status: 0 when it was asked to end, 2 or `TAKEN` for what keeps it from starting."""
     parser = argparse.ArgumentParser(prog="python -m sandboxes", description="Keep the sandboxes of this host.")
     parser.add_argument("--socket", type=Path, required=True, help="path of the unix socket to listen on")
     parser.add_argument("--state", type=Path, required=True, help="folder for layers and images, of this keeper alone")
     parser.add_argument("--group", type=int, help="number of a group whose members may connect too")
-    parser.add_argument("--child", action="store_true", help="end when standard input does")
+    parser.add_argument("--linger", type=float, help="seconds without any client after which it ends")
     options = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -109,7 +110,7 @@ def main() -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             log.error("another keeper has %s", options.state)
-            return 2
+            return TAKEN
         for name in ("templates", "sandboxes", "images"):
             (options.state / name).mkdir(exist_ok=True, mode=0o711)
         listener = listen(options.socket)
@@ -123,7 +124,7 @@ def main() -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a sandbox takes five
     try:
-        asyncio.run(keep(listener, options.state, child=options.child))
+        asyncio.run(keep(listener, options.state, linger_s=options.linger))
     finally:
         options.socket.unlink(missing_ok=True)
     return 0

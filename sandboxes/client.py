@@ -54,9 +54,9 @@ class Client:
         """The pipes of a sandbox that runs. Raises `busy` where their holder doesn't let go in time, `gone`."""
         return await self._pipes(messages.Attach(sandbox=sandbox, patience_s=patience_s))
 
-    async def detach(self, sandbox: str) -> None:
-        """This client has closed the sandbox's pipes, with nothing under way in them."""
-        await self._ask(messages.Detach(sandbox=sandbox), type(None))
+    async def detach(self, sandbox: str, *, clean: bool = True) -> None:
+        """This client has closed the sandbox's pipes; `clean`: with nothing under way in them."""
+        await self._ask(messages.Detach(sandbox=sandbox, clean=clean), type(None))
 
     async def freeze(self, sandbox: str, image: str) -> Frozen:
         """The sandbox as it stands becomes an image, and goes on."""

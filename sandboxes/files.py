@@ -15,6 +15,8 @@ from pathlib import Path
 from sandboxes.types import FileChange, SandboxError
 
 TEXT_BYTES = 256 << 10
+TEXTS_BYTES = 4 << 20
+"""Of all text diffs together; what comes after it is told without."""
 _CHUNK = 1 << 20
 _DEEPEST = 200
 
@@ -42,6 +44,7 @@ def diff(older: Path, newer: Path, most: int) -> list[FileChange]:
     """By path. At most `most` and one more, by which one sees that there are more."""
     before, after = dict(entries(older)), dict(entries(newer))
     found: list[FileChange] = []
+    room = TEXTS_BYTES
     for path in sorted(before.keys() | after.keys()):
         old, new = before.get(path), after.get(path)
         if old == new:
@@ -50,6 +53,8 @@ def diff(older: Path, newer: Path, most: int) -> list[FileChange]:
             break
         shown = new or old
         assert shown is not None
+        text = _text(older, newer, path, old, new) if room > 0 else None
+        room -= len(text or "")
         found.append(
             FileChange(
                 path=os.fsencode(path).decode("utf-8", "backslashreplace"),
@@ -57,7 +62,7 @@ def diff(older: Path, newer: Path, most: int) -> list[FileChange]:
                 kind=shown.kind,
                 size=shown.size if shown.kind == "file" else None,
                 mode=shown.mode,
-                text=_text(older, newer, path, old, new),
+                text=text,
             )
         )
     return found

@@ -68,6 +68,7 @@ class Keeper:
         self._sandboxes: dict[str, _Sandbox] = {}
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
         self._clients: set[_Client] = set()
+        self._came_or_went = asyncio.Event()
         self._telling: set[asyncio.Task[None]] = set()
 
     async def recover(self) -> None:
@@ -114,8 +115,20 @@ class Keeper:
             for runtime in self._runtimes.values():
                 await runtime.aclose()
 
+    async def deserted(self, linger_s: float) -> None:
+        """Returns when no client has been connected for so long."""
+        while True:
+            self._came_or_went.clear()
+            try:
+                async with asyncio.timeout(None if self._clients else linger_s):
+                    await self._came_or_went.wait()
+            except TimeoutError:
+                log.info("no client was there for %g s", linger_s)
+                return
+
     async def _serve_client(self, client: _Client) -> None:
         self._clients.add(client)
+        self._came_or_went.set()
         try:
             while True:
                 body, descriptors = await client.wire.receive()
@@ -131,6 +144,7 @@ class Keeper:
         finally:
             client.wire.close()
             self._clients.discard(client)
+            self._came_or_went.set()
             # What it had asked for goes on: half of a freeze is no use to anybody.
             for sandbox in self._sandboxes.values():
                 if sandbox.holder is client:
@@ -163,10 +177,10 @@ class Keeper:
                 return await self._start(client, spec, identifier(name), origin and identifier(origin))
             case messages.Attach(sandbox=name, patience_s=patience_s):
                 return await self._attach(client, name, patience_s)
-            case messages.Detach(sandbox=name):
+            case messages.Detach(sandbox=name, clean=clean):
                 found = self._sandboxes.get(name)
                 if found is not None and found.holder is client:
-                    self._let_go(found, clean=True)
+                    self._let_go(found, clean=clean)
             case messages.Freeze(sandbox=name, image=image):
                 return await self._freeze(name, identifier(image))
             case messages.Remove(sandbox=name):
@@ -239,6 +253,9 @@ class Keeper:
     async def _freeze(self, name: str, image: str) -> Frozen:
         async with self._alone(name), self._alone(image):
             sandbox = self._found(name)
+            if sandbox.holder is None:  # answers that nobody waits for any more
+                _drain(sandbox.pipes.stdout)
+                _drain(sandbox.pipes.stderr)
             for descriptor, what in ((sandbox.pipes.stdin, "has not read"), (sandbox.pipes.stdout, "has written")):
                 if waiting := _bytes_in(descriptor):
                     raise SandboxError("busy", f"Sandbox {name} can't be frozen: {waiting} bytes that it {what}.")
@@ -306,6 +323,12 @@ class Keeper:
 
 def _gone(name: str) -> SandboxError:
     return SandboxError("gone", f"There is no sandbox or image {name}.")
+
+
+def _drain(descriptor: int) -> None:
+    """Throws away what is in a pipe that nobody else reads; once, since its writer may never stop."""
+    if waiting := _bytes_in(descriptor):
+        os.read(descriptor, waiting)
 
 
 def _bytes_in(descriptor: int) -> int:

@@ -42,9 +42,10 @@ class Attach(_Request, tag="attach", kw_only=True):
 
 
 class Detach(_Request, tag="detach", kw_only=True):
-    """→ nothing. The holder has closed its pipes, with nothing under way in them."""
+    """→ nothing. The holder has closed its pipes; `clean`: with nothing under way in them."""
 
     sandbox: str
+    clean: bool = True
 
 
 class Freeze(_Request, tag="freeze", kw_only=True):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megamcp import __version__
-from megamcp.cli import checkpoints, environments, rollouts, serving
+from megamcp.cli import checkpoints, doctoring, environments, rollouts, serving
 from megamcp.cli.output import Json, Output, talks_to_gateway
 from megamcp.cli.trees import tree
 
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(serving.serve)
 app.command()(serving.demo)
+app.command()(doctoring.doctor)
 app.command("tool-server")(serving.tool_server)
 app.add_typer(environments.app, name="env")
 app.add_typer(rollouts.app, name="rollout")

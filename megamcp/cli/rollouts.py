@@ -238,9 +238,9 @@ async def diff(
     rollout: RolloutId,
     from_: Annotated[str, typer.Option("--from", help=Point)] = "base",
     to: Annotated[str, typer.Option("--to", help=Point)] = "head",
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows shown of each table.")] = show.SHOWN_ROWS,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows, files and lines shown of each.")] = show.SHOWN_ROWS,
 ) -> None:
-    """Show what differs between two points, row by row."""
+    """Show what differs between two points: rows, and files with their lines."""
     found = await (await client.rollout(rollout)).diff(from_, to)
     out.answer(found, lambda: show.diff(found, limit=rows))
 
@@ -254,16 +254,20 @@ async def digest(
     at: Annotated[str, typer.Option("--at", help=Point)] = "head",
     counters: Annotated[bool, typer.Option("--counters", help="Sequences, clock and random position too.")] = False,
 ) -> None:
-    """Show the digest of the state at a point: equal states have equal digests."""
+    """Show the digest of the state at a point: equal states have equal digests.
+
+    The memory of a process has none: its server's part is `opaque`, and there is no digest of the whole.
+    """
     found = await (await client.rollout(rollout)).digest(at)
     shown = {f"server {server}": part for server, part in found.servers.items()}
+    shown |= {f"files {server}": part for server, part in found.files.items()}
     if counters:
         shown |= {
             f"{server} {name}": str(number)
             for server, known in found.counters.items()
             for name, number in known.items()
         }
-    out.answer(found, lambda: show.facts(digest=found.digest, **shown))
+    out.answer(found, lambda: show.facts(digest=found.digest or "—", **shown))
 
 
 @app.command()

@@ -50,7 +50,7 @@ def serve(
     """
     out = Output(as_json=False)
     with failing_clearly(out):
-        settings = _settings(
+        settings = settings_of(
             host=host,
             port=port,
             workers=workers,
@@ -70,7 +70,7 @@ def serve(
             run(settings)
 
 
-def _settings(**given: Any) -> "Settings":
+def settings_of(**given: Any) -> "Settings":
     """The environment's settings, with those of the command line over them. Raises `BadParameter`."""
     from pydantic import ValidationError
     from pydantic_settings import SettingsError

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 STATUS_STYLE = {"open": "green", "closed": "dim", "expired": "yellow"}
 KIND_STYLE = {"call": "cyan", "checkpoint": "magenta", "rollback": "yellow", "fork": "magenta", "score": "blue"}
 SHOWN_ROWS = 20
+_DIFF_STYLE = {"+": "green", "-": "red"}
 
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -219,7 +220,7 @@ def query(found: t.QueryResult, width: int) -> RenderableType:
 
 
 def diff(found: t.Diff, *, limit: int = SHOWN_ROWS) -> RenderableType:
-    """Every table that differs: `+` added, `-` removed, `~` changed."""
+    """Every table and every file that differs: `+` added, `-` removed, `~` changed."""
     lines = list(diff_lines(found, limit=limit))
     return Group(*lines) if lines else Text(f"No difference between {found.from_} and {found.to}.", style="dim")
 
@@ -237,6 +238,36 @@ def diff_lines(found: t.Diff, *, limit: int = SHOWN_ROWS) -> Iterator[Text]:
                 yield Text.assemble("  ", line)
             if len(shown) > limit:
                 yield Text(f"    … {len(shown) - limit} more (--json shows all)", style="dim")
+        if state.files is not None:
+            yield from _file_lines(server, state.files, limit)
+
+
+def _file_lines(server: str, files: t.FilesDiff, limit: int) -> Iterator[Text]:
+    """The files of one server's diff, each with so many lines of what differs in it."""
+    kinds = (("+", "green", files.added), ("-", "red", files.removed), ("~", "yellow", files.changed))
+    counts = " ".join(f"{sign}{len(found)}" for sign, _, found in kinds if found)
+    more = " and more" if files.truncated else ""
+    yield Text.assemble((f"{server} files", "bold"), (f"  {counts}{more}", "dim"))
+    changes = sorted(((sign, style, change) for sign, style, found in kinds for change in found), key=_path)
+    for sign, style, change in changes[:limit]:
+        told = change.kind if change.size is None else f"{change.size} bytes"
+        yield Text.assemble("  ", (f"{sign} ", style), plain(change.path), (f"  {told}", "dim"))
+        lines = (change.text or "").splitlines()[2:]  # the names are said already
+        for line in lines[:limit]:
+            yield Text(f"      {plain(line)}", style=_DIFF_STYLE.get(line[:1], "dim"))
+        if len(lines) > limit:
+            yield Text(f"      … {len(lines) - limit} more lines (--json shows all)", style="dim")
+    if len(changes) > limit:
+        yield Text(f"    … {len(changes) - limit} more (--json shows all)", style="dim")
+
+
+def _path(found: tuple[str, str, t.FileChange]) -> str:
+    return found[2].path
+
+
+def plain(text: str) -> str:
+    """The text as a terminal may be given it: what would move or colour it is written out."""
+    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def row_lines(rows: t.TableDiff, table: str = "") -> Iterator[Text]:

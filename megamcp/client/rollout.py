@@ -79,7 +79,8 @@ class Checkpoint:
 
     @property
     def digest(self) -> str | None:
-        """Equal states have equal digests. None after DDL in a database: `Rollout.digest` computes it."""
+        """Equal states have equal digests. None after DDL in a database (`Rollout.digest` computes it), and where the
+        memory of a process belongs to the state."""
         return self.view.digest
 
     @property
@@ -272,11 +273,12 @@ class Rollout:
     # -- reading ------------------------------------------------------------------------------------------------
 
     async def diff(self, from_: Checkpoint | str = BASE, to: Checkpoint | str = HEAD) -> t.Diff:
-        """Row by row, what differs between two points: checkpoints, `base` or `head`."""
+        """Row by row and file by file, what differs between two points: checkpoints, `base` or `head`."""
         return await self._transport.get(f"{self._path}/diff", t.Diff, **{"from": _point(from_), "to": _point(to)})
 
     async def digest(self, at: Checkpoint | str = HEAD) -> t.Digest:
-        """A hash of the effective state at a point, and the counters that it leaves out."""
+        """A hash of the effective state at a point, and the counters that it leaves out. None where the memory of a
+        process belongs to the state: its server's part is `opaque`."""
         return await self._transport.get(f"{self._path}/digest", t.Digest, at=_point(at))
 
     async def query(self, sql: str, *, server: str | None = None, at: Checkpoint | str | None = None) -> t.QueryResult:

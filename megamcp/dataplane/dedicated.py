@@ -45,6 +45,8 @@ class Seat:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set each time it may have become idle."""
     stopping: "asyncio.Task[None] | None" = None
+    urgent: bool = False
+    """It stops without waiting for what it is doing."""
 
     @property
     def key(self) -> _Key:
@@ -159,6 +161,9 @@ class Dedicated:
     def _stop(self, seat: Seat, reason: str, *, now: bool = False) -> "asyncio.Task[None]":
         if seat.stopping is None:
             seat.stopping = asyncio.create_task(self._stopped(seat, reason, now=now), name=f"stop {seat.key}")
+        elif now:
+            seat.urgent = True
+            seat.idle.set()
         return seat.stopping
 
     async def _stopped(self, seat: Seat, reason: str, *, now: bool) -> None:
@@ -199,17 +204,20 @@ class Dedicated:
             "its rollout is over" if epoch is None else "its rollout was rolled back",
         )
 
-    def let_go(self, sandbox: str) -> None:
+    def let_go(self, sandbox: str) -> bool:
         """See `Dataplane.let_go`. Calls that come meanwhile wait until the sandbox can be had again."""
         for seat in self._seats.values():
-            if isinstance(seat.target, SandboxTarget) and seat.target.sandbox == sandbox and seat.stopping is None:
-                seat.stopping = asyncio.create_task(self._left(seat), name=f"let go {seat.key}")
+            if isinstance(seat.target, SandboxTarget) and seat.target.sandbox == sandbox:
+                if seat.stopping is None:
+                    seat.stopping = asyncio.create_task(self._left(seat), name=f"let go {seat.key}")
+                return True
+        return False
 
     async def _left(self, seat: Seat) -> None:
-        while seat.busy:
+        while seat.busy and not seat.urgent:
             seat.idle.clear()
             await seat.idle.wait()
-        await self._stopped(seat, "another gateway process wants it", now=False)
+        await self._stopped(seat, "another gateway process wants it", now=seat.urgent)
 
     async def forget(self, environment_id: int) -> None:
         """An environment was unloaded."""

@@ -73,9 +73,10 @@ class Dataplane:
         are still at a call of before, are stopped."""
         await self._environments.dedicated.moved(rollout_id, epoch)
 
-    def let_go(self, sandbox: str) -> None:
-        """Another gateway process wants a sandbox: this one lets go of it as soon as nothing is under way there."""
-        self._environments.dedicated.let_go(sandbox)
+    def let_go(self, sandbox: str) -> bool:
+        """Another gateway process wants a sandbox: this one lets go of it as soon as nothing is under way there. False
+        where it doesn't have it."""
+        return self._environments.dedicated.let_go(sandbox)
 
     async def forget(self, environment_id: int) -> None:
         """An environment was unloaded: stops its servers."""

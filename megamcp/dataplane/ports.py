@@ -111,6 +111,10 @@ class SandboxDoor(Protocol):
         """Why it has ended, where that is known soon."""
         ...
 
+    async def last_words(self, sandbox: str, words: str) -> None:
+        """What it printed last, of one that has ended."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SandboxTarget:

@@ -204,10 +204,11 @@ class SandboxChild:
         ending = asyncio.create_task(self._obituary(life))
         try:
             await client.read()
+            await asyncio.wait({ending, printing}, timeout=_DYING_S)
+            await life.killed()
+            if life.reason and self.tail:
+                await self._target.door.last_words(self._target.sandbox, self.tail)
         finally:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_DYING_S):
-                    await asyncio.wait({ending})
             await life.killed()
             for task in (printing, ending):
                 task.cancel()

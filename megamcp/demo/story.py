@@ -245,7 +245,7 @@ class Story:
         digests = [(await fork.digest()).digest for fork, _ in forks]
         self._tell.claim("four states, four digests", len({*digests, point.digest}) == len(digests) + 1)
         untouched = (await rollout.digest()).digest
-        self._tell.claim("the rollout that they came from is untouched", untouched == point.digest, untouched)
+        self._tell.claim("the rollout that they came from is untouched", untouched == point.digest, str(untouched))
 
     async def _take_back(self, point: Checkpoint, forks: list[tuple[Rollout, Hands]], case: Case) -> Checkpoint:
         self._tell.step("A is rolled back")

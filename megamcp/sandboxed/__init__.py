@@ -8,5 +8,6 @@ from megamcp.sandboxed.boxes import Boxes
 from megamcp.sandboxed.freezer import BoxFreezer
 from megamcp.sandboxed.host import Host
 from megamcp.sandboxed.tender import Tender
+from megamcp.sandboxed.trees import FileChanges, Trees
 
-__all__ = ["BoxFreezer", "Boxes", "Host", "Tender"]
+__all__ = ["BoxFreezer", "Boxes", "FileChanges", "Host", "Tender", "Trees"]

@@ -15,13 +15,16 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import asyncpg
 
+import megamcp
 from megamcp.dataplane.ports import Opened
+from megamcp.definitions import Runtime
 from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
-from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, Unavailable
+from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, Unavailable, Unprocessable
 from megamcp.failpoints import failpoint
 from megamcp.sandboxed import journal as sql
 from megamcp.sandboxed.host import Host, as_ours, translated
@@ -33,8 +36,9 @@ log = logging.getLogger(__name__)
 
 _MADE_ELSEWHERE_S = 0.01
 _WAIT_S = 60.0
-_KNOWN_SOON_S = 0.5
 _REASONS_KEPT = 1000
+_WORDS_KEPT = 2000
+_PACKAGES = str(Path(megamcp.__file__).parent.parent)
 
 
 class Boxes:
@@ -51,8 +55,10 @@ class Boxes:
         self._names: dict[str, str] = {}
         """Sandbox -> server, for what is told of it."""
         self._ends: dict[str, asyncio.Future[str]] = {}
-        self.let_go: Callable[[str], object] | None = None
-        """Asked to close a sandbox's pipes as soon as nothing is under way in them."""
+        self._unfit: dict[tuple[int, str], set[Kind]] = {}
+        """Environment and server -> runtimes that it was tried with in vain."""
+        self.let_go: Callable[[str], bool] | None = None
+        """Asked to close a sandbox's pipes as soon as nothing is under way in them; False: they aren't open."""
         host.on_exit, host.on_wanted, host.on_meeting = self._exited, self._wanted, self._met
 
     # -- finding and making ---------------------------------------------------------------------------------------
@@ -93,7 +99,7 @@ class Boxes:
                         raise await self._state_lost(rollout, server.name, head)
                     case "lost" | "parked":
                         name = await self._make_again(keeper, host, rollout, server, environment, head)
-                    case "creating" if head["orphaned"]:
+                    case "creating" if head["orphaned"] or head["owner"] == self._owner():  # this is ours to make now
                         await self._store.value(sql.CONDEMN, head["name"])
                     case _:
                         await asyncio.sleep(_MADE_ELSEWHERE_S)
@@ -111,8 +117,8 @@ class Boxes:
         if origin is not None:
             demand_host(origin, host, server.name)
             if origin["status"] != "ready":
-                raise _image_lost(server.name, standing["checkpoint"])
-        kind = Kind(origin["runtime"]) if origin else await self._kind(server)
+                raise image_lost(server.name, standing["checkpoint"])
+        kind = Kind(origin["runtime"]) if origin else await self._kind(server, environment)
         name = _new_name("sb")
         planned = await self._store.value(
             sql.PLAN,
@@ -130,7 +136,40 @@ class Boxes:
         )
         if planned is None:
             return None
-        return await self._start(keeper, rollout, name, kind, server, environment, origin and origin["name"], standing)
+        try:
+            return await self._start(
+                keeper, rollout, name, kind, server, environment, origin and origin["name"], standing
+            )
+        except Unprocessable as error:
+            if origin is not None or not await self._falls_back(server, environment, kind, error):
+                raise
+            return None
+
+    async def _falls_back(
+        self, server: LoadedServer, environment: LoadedEnvironment, kind: Kind, error: Unprocessable
+    ) -> bool:
+        """Whether a server that can't be frozen as it was tried gets another runtime from now on."""
+        assert server.process is not None
+        if server.process.runtime is not Runtime.AUTO or error.code != "not_forkable":
+            return False
+        unfit = self._unfit.setdefault((environment.id, server.name), set())
+        try:
+            other = await self._host.kind(Runtime.AUTO, entry=server.config.entry is not None, unfit={*unfit, kind})
+        except Unprocessable:
+            return False
+        if kind not in unfit:
+            unfit.add(kind)
+            log.warning(
+                "tool server %s of %s runs with runtime %s from now on, since %s can't freeze it: %s",
+                *(server.name, environment.full_name, other, kind, error.message),
+            )
+        return True
+
+    async def unfit(
+        self, server: LoadedServer, environment: LoadedEnvironment, kind: Kind, error: Unprocessable
+    ) -> None:
+        """A sandbox could not be frozen. Those that are made from now on get another runtime, where one works."""
+        await self._falls_back(server, environment, kind, error)
 
     async def _make_again(
         self,
@@ -160,21 +199,40 @@ class Boxes:
         image: str | None,
         standing: Mapping[str, Any],
     ) -> str | None:
-        await failpoint("sandbox.planned")
         try:
-            with translated(server.name):
-                pipes = await keeper.start(spec_of(server, environment, kind), name, image)
+            await failpoint("sandbox.planned")
+            self._names[name] = server.name
+            self._started[name] = await self._new(keeper, name, kind, server, environment, image, standing)
+            await failpoint("sandbox.started")
+            if await self._store.value(sql.READY, name, standing["epoch"]):
+                return name
         except BaseException:
-            with contextlib.suppress(Exception):  # else the tender does it
+            with contextlib.suppress(Exception):  # else the tender does it, or the next call
                 await asyncio.shield(self._store.value(sql.CONDEMN, name))
+            self._forget(name)
             raise
-        self._started[name], self._names[name] = pipes, server.name
-        await failpoint("sandbox.started")
-        if await self._store.value(sql.READY, name, standing["epoch"]):
-            return name
         await self._store.value(sql.CONDEMN, name)
         await self._discard(name)
         return None
+
+    async def _new(
+        self,
+        keeper: Client,
+        name: str,
+        kind: Kind,
+        server: LoadedServer,
+        environment: LoadedEnvironment,
+        image: str | None,
+        standing: Mapping[str, Any],
+    ) -> Pipes:
+        with translated(server.name):
+            try:
+                return await keeper.start(spec_of(server, environment, kind), name, image)
+            except SandboxError as error:
+                if error.code != "gone" or image is None:
+                    raise
+                await self._image_lost(image)
+                raise image_lost(server.name, standing["checkpoint"]) from error
 
     async def _standing(self, rollout: str) -> asyncpg.Record:
         standing = await self._store.row(sql.STANDING, rollout)
@@ -182,9 +240,10 @@ class Boxes:
             raise Gone(f"Rollout {rollout} is {standing['status'] if standing else 'gone'}.", code="rollout_closed")
         return standing
 
-    async def _kind(self, server: LoadedServer) -> Kind:
+    async def _kind(self, server: LoadedServer, environment: LoadedEnvironment) -> Kind:
         assert server.process is not None
-        return await self._host.kind(server.process.runtime, entry=server.config.entry is not None)
+        unfit = self._unfit.get((environment.id, server.name), ())
+        return await self._host.kind(server.process.runtime, entry=server.config.entry is not None, unfit=unfit)
 
     async def _state_lost(self, rollout: str, server: str, head: Mapping[str, Any]) -> Conflict:
         standing = await self._standing(rollout)
@@ -201,13 +260,13 @@ class Boxes:
     # -- the data plane's door ------------------------------------------------------------------------------------
 
     async def open(self, sandbox: str) -> Opened:
-        """See `dataplane.ports.SandboxDoor`, also for the next four."""
+        """See `dataplane.ports.SandboxDoor`, also for the next five."""
         keeper, _ = await self._host.keeper()
         pipes = self._started.pop(sandbox, None)
         server = self._names.get(sandbox)
         if pipes is None:
             try:
-                pipes = await keeper.attach(sandbox)
+                pipes = await keeper.attach(sandbox, _WAIT_S)
             except SandboxError as error:
                 if error.code == "gone":
                     await self.lost(sandbox, "it is not there any more")
@@ -229,10 +288,12 @@ class Boxes:
         self._ends.pop(sandbox, None)
         with contextlib.suppress(MegaMCPError):
             await self._store.value(sql.USED, sandbox)
-        if clean and self._host.opened:
-            with contextlib.suppress(SandboxError, MegaMCPError):
-                keeper, _ = await self._host.keeper()
-                await keeper.detach(sandbox)
+        await self._detach(sandbox, clean=clean)
+
+    async def _detach(self, sandbox: str, *, clean: bool) -> None:
+        with contextlib.suppress(SandboxError, MegaMCPError):
+            keeper, _ = await self._host.keeper()
+            await keeper.detach(sandbox, clean=clean)
 
     async def kill(self, sandbox: str, reason: str) -> None:
         await self.lost(sandbox, reason)
@@ -243,6 +304,10 @@ class Boxes:
     async def obituary(self, sandbox: str) -> str | None:
         ending = self._ends.get(sandbox)
         return await asyncio.shield(ending) if ending is not None else None
+
+    async def last_words(self, sandbox: str, words: str) -> None:
+        with contextlib.suppress(MegaMCPError):
+            await self._store.value(sql.LAST_WORDS, sandbox, words[-_WORDS_KEPT:].replace("\0", "\\0"))
 
     async def lost(self, sandbox: str, reason: str) -> None:
         """A sandbox has ended by itself. Nothing where it was given up already."""
@@ -264,17 +329,23 @@ class Boxes:
         if (pipes := self._started.pop(sandbox, None)) is not None:  # nobody has opened it
             _close(pipes)
             await self.close(sandbox, clean=True)
-        elif self.let_go is not None:
-            self.let_go(sandbox)
+        elif self.let_go is None or not self.let_go(sandbox):  # whoever had asked for it has left before it came
+            await self._detach(sandbox, clean=False)
 
     async def _met(self, keeper: Client, host: str) -> None:
         """A keeper may be another than the last one: what it doesn't have is lost."""
+        # The rows come first: what other processes make meanwhile is not among them.
+        sandboxes = {row["name"] for row in await self._store.rows(sql.READY_HERE, host)}
+        images = {row["name"] for row in await self._store.rows(sql.IMAGES_HERE, host)}
         there = await keeper.inventory()
-        names = [info.sandbox for info in there.sandboxes]
-        for row in await self._store.rows(sql.LOST_HERE, host, names):
-            await self.lost(row["name"], "the keeper of sandboxes was started anew")
-        for row in await self._store.rows(sql.IMAGES_LOST_HERE, host, there.images):
-            log.warning("image %s was lost with the keeper that had it", row["name"])
+        for name in sandboxes - {info.sandbox for info in there.sandboxes}:
+            await self.lost(name, "the keeper of sandboxes was started anew")
+        for name in images - set(there.images):
+            await self._image_lost(name)
+
+    async def _image_lost(self, name: str) -> None:
+        log.warning("image %s is lost: its keeper doesn't have it any more", name)
+        await self._store.value(sql.IMAGE_LOST, name)
 
     # -- following the rollout ------------------------------------------------------------------------------------
 
@@ -288,34 +359,49 @@ class Boxes:
 
     async def give_up(self, names: list[str]) -> None:
         """Ends sandboxes whose rows are condemned. What fails is the tender's."""
+        if names:
+            await failpoint("sandbox.condemned")
         for name in names:
             await self._discard(name)
 
     async def _discard(self, name: str) -> None:
-        if (pipes := self._started.pop(name, None)) is not None:
-            _close(pipes)
-        self._names.pop(name, None)
+        self._forget(name)
         with contextlib.suppress(SandboxError, MegaMCPError):
             keeper, _ = await self._host.keeper()
             await keeper.remove(name)
+            await failpoint("sandbox.removed")
             await self._store.value(sql.FORGET, name)
+
+    def _forget(self, name: str) -> None:
+        if (pipes := self._started.pop(name, None)) is not None:
+            _close(pipes)
+        self._names.pop(name, None)
 
 
 def spec_of(server: LoadedServer, environment: LoadedEnvironment, kind: Kind) -> Spec:
     """What the sandboxes of a server are made from."""
     config, process = server.config, server.process
     assert process is not None
+    # Other code under the same entry is another version, and warmed for itself.
+    environ = {"MEGAMCP_ENVIRONMENT": environment.full_name, **config.env}
+    if config.command is not None:
+        command: tuple[str, ...] = (config.command, *config.args)
+    elif kind is Kind.FORK:
+        command = ()
+    else:  # a server of ours, behind its own pipes
+        command = (sys.executable, "-m", "megamcp.sdk.lines", config.entry or "")
+        environ["PYTHONPATH"] = os.pathsep.join((str(environment.folder), _PACKAGES))
     return Spec(
         kind=kind,
-        command=(config.command, *config.args) if config.command else (),
-        entry="megamcp.sdk.lines:Lines" if config.entry else None,
-        argument=config.entry or "",
+        command=command,
+        entry=None if command else "megamcp.sdk.lines:Lines",
+        argument="" if command else config.entry or "",
         python=sys.executable if config.entry else None,
         pythonpath=(str(environment.folder),) if config.entry else (),
         image=process.image,
         files=str(environment.folder / process.files) if process.files else None,
         content=server.files,
-        environ=dict(config.env),
+        environ=environ,
         workdir=process.workdir,
         network=process.network,
         limits=Limits(
@@ -338,9 +424,10 @@ def demand_host(row: Mapping[str, Any], host: str, server: str) -> None:
         )
 
 
-def _image_lost(server: str, checkpoint: str | None) -> Conflict:
+def image_lost(server: str, checkpoint: str | None) -> Conflict:
     return Conflict(
-        f"What checkpoint {checkpoint} keeps of tool server {server!r} was in memory only, and is lost.",
+        f"What {f'checkpoint {checkpoint}' if checkpoint else 'a checkpoint'} keeps of tool server {server!r} died with"
+        " the process that had it.",
         code="state_lost",
         checkpoint=None,
         hint="Roll back to, or fork, a checkpoint of before; runtime criu keeps its checkpoints on disk.",

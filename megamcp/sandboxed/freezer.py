@@ -10,6 +10,7 @@ Invariants:
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,13 +18,18 @@ from dataclasses import dataclass
 import asyncpg
 
 from megamcp.environments import LoadedEnvironment, LoadedServer
-from megamcp.errors import Conflict, Unavailable
+from megamcp.errors import Conflict, DeadlineExceeded, Unavailable, Unprocessable
 from megamcp.failpoints import failpoint
 from megamcp.sandboxed import journal as sql
-from megamcp.sandboxed.boxes import Boxes, demand_host
+from megamcp.sandboxed.boxes import Boxes, demand_host, image_lost
 from megamcp.sandboxed.host import Host, translated
 from megamcp.store import Store
 from sandboxes.client import Client
+from sandboxes.types import Frozen, Kind, SandboxError
+
+QUIET_S = 3.0
+"""How long a sandbox may have something under way in its pipes when it is to be frozen."""
+_TRY_EACH_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class BoxFreezer:
         images: list[str] = []
 
         async def one(server: LoadedServer, head: asyncpg.Record | None, point: asyncpg.Record | None) -> None:
-            found = await self._keep(row, server, head, point, images)
+            found = await self._keep(row, server, environment, head, point, images)
             if found is not None:
                 kept[server.name] = found
 
@@ -88,27 +94,33 @@ class BoxFreezer:
         self,
         row: asyncpg.Record,
         server: LoadedServer,
+        environment: LoadedEnvironment,
         head: asyncpg.Record | None,
         point: asyncpg.Record | None,
         images: list[str],
     ) -> Kept | None:
         if head is None:
+            if point is not None and point["status"] != "ready":
+                raise image_lost(server.name, row["checkpoint"])
             return point and Kept(point["name"], None, point["digest"], point["memory"])
-        if head["status"] == "creating":
-            raise Unavailable(
-                f"The sandbox of tool server {server.name!r} is just being made.", code="sandbox_not_ready"
-            )
-        if not head["called"]:
+        if not head["called"]:  # also one that is just being made
             if head["image"] is None:
                 return None
-            known = await self._store.row("select digest, memory from megamcp.images where name = $1", head["image"])
+            known = await self._store.row(sql.IMAGE, head["image"])
             assert known is not None
-            return Kept(head["image"], head["name"], known["digest"], known["memory"])
-        if head["status"] == "lost":
+            if known["status"] == "ready":
+                return Kept(head["image"], head["name"], known["digest"], known["memory"])
+            if head["status"] != "ready":
+                raise image_lost(server.name, row["checkpoint"])
+        elif head["status"] == "lost":
             raise Conflict(
                 f"The sandbox of tool server {server.name!r} has ended ({head['reason']}); there is nothing to keep.",
                 code="state_lost",
                 hint=f"Roll back to checkpoint {row['checkpoint']}." if row["checkpoint"] else "Open a new rollout.",
+            )
+        if head["status"] == "creating":
+            raise Unavailable(
+                f"The sandbox of tool server {server.name!r} is just being made.", code="sandbox_not_ready"
             )
         keeper, host = await self._host.keeper()
         demand_host(head, host, server.name)
@@ -116,11 +128,15 @@ class BoxFreezer:
         await self._store.value(sql.PLAN_IMAGE, image, head["name"], self._owner())
         images.append(image)
         await failpoint("image.planned")
-        return await self._freeze(keeper, server, head["name"], image)
+        try:
+            return await self._freeze(keeper, server, head["name"], image)
+        except Unprocessable as error:
+            await self._boxes.unfit(server, environment, Kind(head["runtime"]), error)
+            raise
 
     async def _freeze(self, keeper: Client, server: LoadedServer, sandbox: str, image: str) -> Kept:
         with translated(server.name):
-            frozen = await keeper.freeze(sandbox, image)
+            frozen = await frozen_soon(keeper, sandbox, image)
         await failpoint("image.frozen")
         done = await self._store.value(sql.FROZEN, image, frozen.memory, frozen.digest, frozen.bytes)
         if done is None:
@@ -132,6 +148,27 @@ class BoxFreezer:
     ) -> None:
         """In the transaction that publishes the checkpoint."""
         for server, found in kept.items():
+            if await connection.fetchval(sql.IMAGE_READY, found.image) is None:
+                raise Unavailable("The gateway lost its place in the control database.", code="image_not_made")
             await connection.execute(sql.KEEP_POINT, checkpoint["id"], server, found.image)
             if found.sandbox is not None:
                 await connection.execute(sql.STANDS_AS, found.sandbox, found.image, checkpoint["seq"])
+
+
+async def frozen_soon(keeper: Client, sandbox: str, image: str) -> Frozen:
+    """Freezes a sandbox between two lines: what it says of its own accord is waited for. Raises `SandboxError`, and
+    `DeadlineExceeded` (`rollout_busy`)."""
+    give_up = time.monotonic() + QUIET_S
+    while True:
+        try:
+            return await keeper.freeze(sandbox, image)
+        except SandboxError as error:
+            if error.code != "busy":
+                raise
+            if time.monotonic() > give_up:
+                raise DeadlineExceeded(
+                    error.message,
+                    code="rollout_busy",
+                    hint="Try again when the tool server is quiet, or roll back, which ends it.",
+                ) from error
+        await asyncio.sleep(_TRY_EACH_S)

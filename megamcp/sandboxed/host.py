@@ -6,79 +6,21 @@ Also the answers to what `auto` means here. What a keeper does is `sandboxes`' b
 import asyncio
 import contextlib
 import logging
-import os
-import sys
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from pathlib import Path
-from typing import Self
 
 from megamcp.definitions import Runtime
 from megamcp.errors import MegaMCPError, NoCapacity, Unavailable, Unprocessable, UpstreamError
+from megamcp.sandboxed.own import OwnKeeper
 from megamcp.settings import Settings
 from sandboxes.client import Client
 from sandboxes.types import Exited, Kind, Report, SandboxError
 
 log = logging.getLogger(__name__)
 
-_START_S = 30.0
-_LONGEST_PATH = 100
-
-
-class OwnKeeper:
-    """A keeper that ends with this process. One process runs it; others may be told its socket."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._state = settings.sandbox_dir or settings.data_dir / "sandboxes"
-        self._folder: str | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self.socket = ""
-
-    async def __aenter__(self) -> Self:
-        self._folder = tempfile.mkdtemp(prefix="megamcp-keeper-", dir=_short(tempfile.gettempdir()))
-        self.socket = str(Path(self._folder) / "keeper.sock")
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "sandboxes",
-            "--child",
-            "--socket",
-            self.socket,
-            "--state",
-            str(self._state),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={name: value for name, value in os.environ.items() if not name.upper().startswith("MEGAMCP_")},
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(_START_S):
-                if await self._process.stdout.readline() == b"ready\n":
-                    return self
-        except TimeoutError:
-            pass
-        await self.__aexit__()
-        raise Unavailable(
-            "The keeper of sandboxes did not start; the log says why.",
-            code="sandboxes_unavailable",
-            hint=f"Is another gateway using {self._state}? MEGAMCP_SANDBOX_DIR names another folder.",
-        )
-
-    async def __aexit__(self, *_: object) -> None:
-        process = self._process
-        if process is not None:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                async with asyncio.timeout(_START_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                os.rmdir(self._folder)
+_COMING_BACK_S = 5.0
+_TRY_EACH_S = 0.05
 
 
 class Host:
@@ -91,6 +33,7 @@ class Host:
         self._name = ""
         self._reports: dict[Kind, Report] = {}
         self._opening = asyncio.Lock()
+        self._missed_since: float | None = None
         self.on_exit: Callable[[Exited], Awaitable[object]] | None = None
         self.on_wanted: Callable[[str], Awaitable[object]] | None = None
         self.on_meeting: Callable[[Client, str], Awaitable[object]] | None = None
@@ -100,6 +43,11 @@ class Host:
     def opened(self) -> bool:
         """Whether anything has needed it yet."""
         return self._client is not None
+
+    def keeps_memory(self, kind: Kind) -> bool:
+        """Whether what a runtime freezes is more than files."""
+        report = self._reports.get(kind)
+        return report is not None and "memory" in report.features
 
     async def keeper(self) -> tuple[Client, str]:
         """Its client and its name. Raises `Unavailable`."""
@@ -113,24 +61,43 @@ class Host:
                 self._client = client
             if not self._name:
                 with translated():
-                    name = await self._client.hello()
+                    name = await self._greeted(self._client)
                     self._reports = {report.kind: report for report in await self._client.reports()}
                     if self.on_meeting is not None:
                         await self.on_meeting(self._client, name)
                 self._name = name
             return self._client, self._name
 
-    async def kind(self, wanted: Runtime, *, entry: bool) -> Kind:
-        """Which runtime a server gets. Raises `Unprocessable` (`no_runtime`) with the reasons."""
+    async def _greeted(self, client: Client) -> str:
+        """The keeper's name. One that is started anew takes a moment; who comes after that isn't kept waiting."""
+        if self._missed_since is None:
+            self._missed_since = time.monotonic()
+        while True:
+            try:
+                name = await client.hello()
+            except SandboxError as error:
+                if error.code != "keeper_lost" or time.monotonic() > self._missed_since + _COMING_BACK_S:
+                    raise
+            else:
+                self._missed_since = None
+                return name
+            await asyncio.sleep(_TRY_EACH_S)
+
+    async def kind(self, wanted: Runtime, *, entry: bool, unfit: Collection[Kind] = ()) -> Kind:
+        """Which runtime a server gets; `unfit` are those that it was tried with. Raises `Unprocessable` (`no_runtime`)
+        with the reasons."""
         await self.keeper()
         match wanted:
+            case Runtime.AUTO if entry:
+                able = [Kind.FORK, Kind.CRIU]
             case Runtime.AUTO:
-                able = [Kind.FORK] if entry else [Kind.CRIU, Kind.DOCKER]
+                able = [Kind.CRIU, Kind.DOCKER]
             case _:
                 able = [Kind(wanted.value)]
         for kind in able:
-            if (report := self._reports.get(kind)) is not None and report.works:
+            if kind not in unfit and (report := self._reports.get(kind)) is not None and report.works:
                 return kind
+        able = [kind for kind in able if kind not in unfit]
         reasons = "; ".join(
             f"{kind}: {self._reports[kind].reason if kind in self._reports else 'not in this version'}" for kind in able
         )
@@ -192,8 +159,3 @@ def as_ours(error: SandboxError, server: str | None) -> MegaMCPError:
             return Unavailable(message, code="sandboxes_unavailable", hint=hint)
         case _:
             return UpstreamError(message, code="sandbox_failed", hint=hint)
-
-
-def _short(folder: str) -> str:
-    """A socket's path may have 107 bytes."""
-    return folder if len(folder) < _LONGEST_PATH - 40 else "/tmp"

@@ -10,7 +10,7 @@ _CALLED = """exists (select 1 from megamcp.events v where v.rollout = s.rollout 
 
 # A rollout's sandbox, whatever its condition.
 HEAD = f"""select s.name, s.host, s.runtime, s.status, s.image, s.seq, s.modern, s.instructions, s.reason,
-    {_CALLED} as called, s.status = 'creating' and not megamcp.alive(s.owner) as orphaned
+    {_CALLED} as called, s.owner, s.status = 'creating' and not megamcp.alive(s.owner) as orphaned
     from megamcp.sandboxes s where s.rollout = $1 and s.server = $2"""
 
 # Where a rollout that has no sandbox of its own stands: no row is as the environment starts. A conversation goes on
@@ -64,10 +64,14 @@ select c.id, c.seq, 'state_lost', g.server,
        jsonb_build_object('server', g.server, 'reason', $2::text, 'checkpoint', c.checkpoint)
   from counted c, gone g"""
 
+# What it printed last, for whoever is told of the end.
+LAST_WORDS = """update megamcp.sandboxes set reason = reason || E'.\\nIt printed last:\\n' || $2
+    where name = $1 and status = 'lost' and reason not like '%It printed last:%'"""
+
 # What a keeper that was started anew doesn't have any more.
-LOST_HERE = """select name from megamcp.sandboxes where host = $1 and status = 'ready' and name <> all ($2::text[])"""
-IMAGES_LOST_HERE = """update megamcp.images set status = 'lost'
-    where host = $1 and status = 'ready' and name <> all ($2::text[]) returning name"""
+READY_HERE = "select name from megamcp.sandboxes where host = $1 and status = 'ready'"
+IMAGES_HERE = "select name from megamcp.images where host = $1 and status = 'ready'"
+IMAGE_LOST = "update megamcp.images set status = 'lost' where name = $1 and status = 'ready'"
 
 # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -75,11 +79,16 @@ IMAGES_LOST_HERE = """update megamcp.images set status = 'lost'
 RUNNING = """select exists (select 1 from megamcp.events v where v.rollout = $1 and v.kind = 'call'
     and v.state = 'running' and v.server = any ($2::text[]))"""
 
+IMAGE = "select name, host, runtime, status, digest, memory from megamcp.images where name = $1"
 PLAN_IMAGE = """insert into megamcp.images (name, host, environment, server, runtime, modern, instructions, owner)
     select $1, s.host, s.environment, s.server, s.runtime, s.modern, s.instructions, $3
       from megamcp.sandboxes s where s.name = $2"""
-FROZEN = """update megamcp.images set status = 'ready', memory = $2, digest = $3, bytes = $4
+# It stays `creating`, its owner's, until a checkpoint is published that keeps it, or its sandbox is given up for it.
+FROZEN = """update megamcp.images set memory = $2, digest = $3, bytes = $4
     where name = $1 and status = 'creating' returning name"""
+IMAGE_READY = """with made as (
+    update megamcp.images set status = 'ready' where name = $1 and status = 'creating' returning name
+) select name from made union all select name from megamcp.images where name = $1 and status = 'ready'"""
 STANDS_AS = "update megamcp.sandboxes set image = $2, seq = $3 where name = $1"
 CONDEMN_IMAGE = "update megamcp.images set status = 'dropping' where name = $1"
 KEEP_POINT = "insert into megamcp.image_points (checkpoint, server, image) values ($1, $2, $3)"
@@ -100,7 +109,7 @@ CONDEMN_ORPHANS = """update megamcp.sandboxes set status = 'dropping', rollout =
     where status = 'creating' and not megamcp.alive(owner)"""
 CONDEMN_IMAGES = """with old as (
     select i.name from megamcp.images i
-     where (i.status = 'creating' and not megamcp.alive(i.owner))
+     where (i.status = 'creating' and (not megamcp.alive(i.owner) or i.created_at < clock_timestamp() - $2::interval))
         or (i.status in ('ready', 'lost') and i.created_at < clock_timestamp() - interval '2 s'
             and not exists (select 1 from megamcp.image_points p where p.image = i.name)
             and not exists (select 1 from megamcp.sandboxes s where s.image = i.name))
@@ -115,6 +124,9 @@ DROPPING_IMAGES = "select name from megamcp.images where host = $1 and status = 
 FORGET = "delete from megamcp.sandboxes where name = $1 and status = 'dropping'"
 FORGET_IMAGE = "delete from megamcp.images where name = $1 and status = 'dropping'"
 KNOWN = "select name from megamcp.sandboxes where host = $1 union all select name from megamcp.images where host = $1"
+
+# What has no process any more, by its row.
+ENDED_HERE = "select name from megamcp.sandboxes where host = $1 and status in ('parked', 'lost')"
 
 # Sandboxes that nothing has used for long and that can wait on disk, memory and all.
 IDLE = f"""select s.name, s.rollout, s.server, s.image, s.seq, {_CALLED} as called from megamcp.sandboxes s

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from megamcp.errors import MegaMCPError
+from megamcp.failpoints import failpoint
 from megamcp.sandboxed import journal as sql
 from megamcp.sandboxed.host import Host
 from megamcp.settings import Settings
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 BATCH = 100
 PAUSE_S = 1.0
 ORPHANS_EACH_S = 30.0
+GIVEN_UP = timedelta(minutes=15)
+"""An image that was not kept by then is nobody's: whoever made it was cut off in between."""
 
 
 class Tender:
@@ -58,7 +61,7 @@ class Tender:
         keeper, host = await self._host.keeper()
         await self._store.value(sql.CONDEMN_ORPHANS)
         await self._store.value(sql.DROP_POINTS)
-        await self._store.rows(sql.CONDEMN_IMAGES, BATCH)
+        await self._store.rows(sql.CONDEMN_IMAGES, BATCH, GIVEN_UP)
         return {
             "parked": await self._park(keeper, host),
             "removed": await self._remove(keeper, host),
@@ -68,7 +71,12 @@ class Tender:
     async def _park(self, keeper: Client, host: str) -> int:
         parked = 0
         after = timedelta(seconds=self._settings.sandbox_park_s)
-        for row in await self._store.rows(sql.IDLE, host, after, BATCH):
+        rows = await self._store.rows(sql.IDLE, host, after, BATCH)
+        # Whoever has one open closes it when it was idle for long, and says when.
+        held = {info.sandbox for info in (await keeper.inventory()).sandboxes if info.held} if rows else set()
+        for row in rows:
+            if row["name"] in held:
+                continue
             with contextlib.suppress(SandboxError, MegaMCPError):  # one that is busy now
                 parked += await self._park_one(keeper, row["name"], row["rollout"], row["server"])
         return parked
@@ -88,15 +96,26 @@ class Tender:
                 return False
             image = head["image"]
             if head["called"] or image is None:
-                image = f"im_{secrets.token_hex(8)}"
-                await self._store.value(sql.PLAN_IMAGE, image, name, self._owner())
-                frozen = await keeper.freeze(name, image)
-                await self._store.value(sql.FROZEN, image, frozen.memory, frozen.digest, frozen.bytes)
-            if not await connection.fetchval(sql.PARK, name, image):
-                return False
+                image = await self._frozen(keeper, name)
+                await failpoint("park.frozen")
+                await connection.execute(sql.IMAGE_READY, image)
+            await connection.execute(sql.PARK, name, image)
+        await failpoint("park.booked")
         await keeper.remove(name)
         log.info("sandbox %s waits on disk", name)
         return True
+
+    async def _frozen(self, keeper: Client, sandbox: str) -> str:
+        """A new image of a sandbox."""
+        image = f"im_{secrets.token_hex(8)}"
+        await self._store.value(sql.PLAN_IMAGE, image, sandbox, self._owner())
+        try:
+            frozen = await keeper.freeze(sandbox, image)
+            await self._store.value(sql.FROZEN, image, frozen.memory, frozen.digest, frozen.bytes)
+        except BaseException:
+            await asyncio.shield(self._store.value(sql.CONDEMN_IMAGE, image))
+            raise
+        return image
 
     async def _remove(self, keeper: Client, host: str) -> int:
         removed = 0
@@ -106,18 +125,23 @@ class Tender:
             removed += 1
         for row in await self._store.rows(sql.DROPPING_IMAGES, host, BATCH):
             await keeper.drop(row["name"])
+            await failpoint("image.dropped")
             await self._store.value(sql.FORGET_IMAGE, row["name"])
             removed += 1
         return removed
 
     async def _remove_orphans(self, keeper: Client, host: str) -> int:
         """What the keeper has and no row knows: there is none unless rows were lost. Looked at twice: the inventory is
-        older than the rows."""
+        older than the rows. And what still runs although its row says that it doesn't."""
         if time.monotonic() - self._swept < ORPHANS_EACH_S:
             return 0
         self._swept = time.monotonic()
         there = await keeper.inventory()
-        names = {info.sandbox for info in there.sandboxes} | set(there.images)
+        running = {info.sandbox for info in there.sandboxes}
+        for row in await self._store.rows(sql.ENDED_HERE, host):
+            if row["name"] in running:
+                await keeper.remove(row["name"])
+        names = running | set(there.images)
         known = {row["name"] for row in await self._store.rows(sql.KNOWN, host)}
         sure = (names - known) & self._suspects
         self._suspects = names - known

@@ -4,18 +4,23 @@ One JSON-RPC message a line, answered one after another, each to its end in the 
 between two lines, so that the process can be forked there. Another thread may pass on that a client has left a call.
 Tools work on what they keep in memory and in the working folder: a rollout's database is not for them (state of kinds
 `schema` and `database` is).
+
+`python -m megamcp.sdk.lines package.module:attribute` is the same over stdin and stdout, for sandboxes that are frozen
+in another way.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Callable
+from io import RawIOBase
 
 import msgspec
 
 from megamcp.sdk import rpc
 from megamcp.sdk.inject import Clock, Context, Random
 from megamcp.sdk.interrupts import STOPPED, Interrupts
-from megamcp.sdk.process import load_entry
+from megamcp.sdk.process import EntryError, load_entry
 from megamcp.sdk.results import Outcome
 from megamcp.sdk.rpc import RpcError
 from megamcp.sdk.server import Server
@@ -99,3 +104,29 @@ class Lines:
         assert request.id is not None
         with self._interrupts.running(request.id) as started:
             return tool.run_here(parsed, clock=Clock(), random=Random(), context=context, started=started)
+
+
+def main() -> int:
+    """The exit status."""
+    # What tools print by themselves is no answer.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    try:
+        lines = Lines(sys.argv[1])
+    except (EntryError, IndexError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    while line := sys.stdin.buffer.readline():
+        if line.strip():
+            lines.handle(line, lambda answer: _write(answers, answer))
+    return 0
+
+
+def _write(file: RawIOBase, line: bytes) -> None:
+    left = memoryview(line.replace(b"\n", b" ") + b"\n")
+    while left:
+        left = left[file.write(left) or 0 :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,7 @@ from megamcp.cli.output import DEFAULT_URL
 from megamcp.client import DEFAULT_URL as CLIENT_URL
 
 COMMANDS = [
-    *(["serve"], ["demo"], ["tool-server"], ["tree"], ["version"]),
+    *(["serve"], ["demo"], ["tool-server"], ["tree"], ["version"], ["doctor"]),
     *(["env", name] for name in ("list", "show", "load")),
     *(["checkpoint", name] for name in ("show", "pin", "unpin", "renew", "release")),
     *(

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import os
+import select
 import shutil
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,7 +44,12 @@ class FilesOnly:
         shutil.copytree(source, self.folders.sandbox(sandbox))
         pairs = [os.pipe() for _ in range(3)]
         process = await asyncio.create_subprocess_exec(
-            *spec.command, stdin=pairs[0][0], stdout=pairs[1][1], stderr=pairs[2][1], cwd=self.folders.sandbox(sandbox)
+            *spec.command,
+            stdin=pairs[0][0],
+            stdout=pairs[1][1],
+            stderr=pairs[2][1],
+            cwd=self.folders.sandbox(sandbox),
+            env={**os.environ, **spec.environ, "PYTHONPATH": os.pathsep.join((*spec.pythonpath, *sys.path))},
         )
         for descriptor in (pairs[0][0], pairs[1][1], pairs[2][1]):
             os.close(descriptor)
@@ -96,7 +103,8 @@ class FilesOnly:
 class Host:
     """A keeper that runs, and its socket."""
 
-    def __init__(self, runtime: FilesOnly, path: Path, folders: Folders) -> None:
+    def __init__(self, keeper: Keeper, runtime: FilesOnly, path: Path, folders: Folders) -> None:
+        self.keeper = keeper
         self.runtime = runtime
         self.path = str(path)
         self.folders = folders
@@ -114,7 +122,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
     listener.bind(str(path))
     listener.listen()
     serving = asyncio.create_task(keeper.serve(listener))
-    yield Host(runtime, path, folders)
+    yield Host(keeper, runtime, path, folders)
     serving.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await serving
@@ -268,6 +276,42 @@ async def test_the_holder_is_told_of_a_death_and_the_sandbox_is_gone(client: Cli
         await client.attach("a")
     assert refused.value.code == "gone"
     let_go(pipes)
+
+
+async def test_what_nobody_reads_any_more_keeps_no_sandbox_from_being_frozen(host: Host) -> None:
+    first, second = Client(host.path), Client(host.path)
+    pipes = await first.start(SPEC, "a")
+    os.write(pipes.stdin, b"asked by one who dies\n")
+    await asyncio.to_thread(select.select, [pipes.stdout], [], [])  # answered, and not read
+    let_go(pipes)
+    await first.aclose()
+    while (await second.inventory()).sandboxes[0].held:
+        await asyncio.sleep(0.001)
+    assert (await second.freeze("a", "i")).image == "i"
+    taken = await second.attach("a")
+    assert await echo(taken, b"x") == b"x"
+    let_go(taken)
+    await second.aclose()
+
+
+async def test_a_sandbox_that_is_left_in_the_middle_of_something_is_not_clean(client: Client) -> None:
+    pipes = await client.start(SPEC, "a")
+    let_go(pipes)
+    await client.detach("a", clean=False)
+    again = await client.attach("a")
+    assert not again.clean
+    let_go(again)
+
+
+async def test_a_keeper_without_clients_is_deserted_after_a_while(host: Host) -> None:
+    waiting = asyncio.create_task(host.keeper.deserted(0.05))
+    client = Client(host.path)
+    await client.hello()
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await client.aclose()
+    async with asyncio.timeout(5):
+        await waiting
 
 
 async def test_operations_on_one_sandbox_wait_for_each_other(client: Client, host: Host) -> None:

@@ -56,10 +56,12 @@ class Shop:
         return await self.services.rollouts.close(rollout)
 
     async def digest(self, rollout: str, at: str = "head") -> str:
-        return (await self.services.points.digest(rollout, at))[0]
+        found = (await self.services.points.digest(rollout, at)).whole
+        assert found is not None
+        return found
 
     async def diff(self, rollout: str, start: str, end: str) -> Any:
-        return (await self.services.points.diff(rollout, start, end))["sql"][1]
+        return (await self.services.points.diff(rollout, start, end))["sql"].tables
 
     async def query(self, rollout: str, sql: str, at: str | None = None) -> list[Any]:
         _, rows, _ = await self.services.queries.run(rollout, None, sql, at)

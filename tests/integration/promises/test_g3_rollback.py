@@ -106,11 +106,11 @@ async def test_a_diff_tells_rows_added_removed_and_changed(world: World) -> None
     await world.call(rollout, "delete", key="base-2")
     point = await world.checkpoint(rollout)
     await world.call(rollout, "delete", key="new")
-    there = (await world.services.points.diff(rollout, "base", point["id"]))["ledger"][1]["item"]
+    there = (await world.services.points.diff(rollout, "base", point["id"]))["ledger"].tables["item"]
     assert there.added == ({"key": "new", "value": "1"},)
     assert there.removed == ({"key": "base-2", "value": "seeded"},)
     assert [(c.before["value"], c.after["value"]) for c in there.changed] == [("seeded", "2")]
-    back = (await world.services.points.diff(rollout, point["id"], "head"))["ledger"][1]
+    back = (await world.services.points.diff(rollout, point["id"], "head"))["ledger"].tables
     assert set(back) == {"item"}
     assert back["item"].removed == ({"key": "new", "value": "1"},)
     assert back["item"].total == 1

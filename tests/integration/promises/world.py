@@ -54,10 +54,12 @@ class World:
         await self.services.rollouts.roll_back(rollout, checkpoint)
 
     async def digest(self, rollout: str, at: str = "head") -> str:
-        return (await self.services.points.digest(rollout, at))[0]
+        found = (await self.services.points.digest(rollout, at)).whole
+        assert found is not None
+        return found
 
     async def counters(self, rollout: str) -> dict[str, int]:
-        return (await self.services.points.digest(rollout, "head"))[2]["ledger"]
+        return (await self.services.points.digest(rollout, "head")).counters["ledger"]
 
     async def journal(self, rollout: str) -> list[asyncpg.Record]:
         return list(await self.services.store.rows(store.EVENTS, rollout, 0, 10_000))

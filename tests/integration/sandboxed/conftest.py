@@ -1,9 +1,12 @@
-"""A gateway with an environment whose server runs in the fork server's sandboxes."""
+"""Gateways with environments whose servers run in sandboxes."""
 
 import secrets
+import shutil
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import pytest
@@ -12,16 +15,23 @@ from pydantic import SecretStr
 from sqlalchemy.engine import make_url
 
 from megamcp.app import prepare
-from megamcp.client import Client
+from megamcp.client import Client, Retry
 from megamcp.settings import Settings
 from megamcp.testing import Gateway, running_gateway
 
-NOTES = Path(__file__).parents[2] / "environments" / "notes_server.py"
-TOML = """
+ENVIRONMENTS = Path(__file__).parents[2] / "environments"
+NOTES = """
 name = "notes"
 [servers.notes]
 entry = "notes_server:server"
 [servers.notes.state]
+kind = "process"
+"""
+MEMO = """
+name = "memo"
+[servers.memo]
+entry = "memo_server:server"
+[servers.memo.state]
 kind = "process"
 """
 
@@ -34,24 +44,51 @@ class Sandboxed:
     client: Client
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def running(postgres_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sandboxed]:
-    folder = tmp_path_factory.mktemp("notes")
-    (folder / "environment.toml").write_text(TOML)
-    (folder / "notes_server.py").write_text(NOTES.read_text())
-    name = f"mm_notes_{secrets.token_hex(4)}"
+def environment(folder: Path, toml: str, *modules: str) -> Path:
+    """A folder with an environment of these modules."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "environment.toml").write_text(toml)
+    for name in modules:
+        shutil.copy(ENVIRONMENTS / f"{name}.py", folder)
+    return folder
+
+
+@asynccontextmanager
+async def database_with(postgres_dsn: str, *folders: Path) -> AsyncIterator[str]:
+    """DSN of a database of its own with these environments loaded."""
+    name = f"mm_boxes_{secrets.token_hex(4)}"
     connection = await asyncpg.connect(postgres_dsn)
     await connection.execute(f'create database "{name}"')
-    dsn = make_url(postgres_dsn).set(database=name).render_as_string(hide_password=False)
-    settings = Settings(database_url=SecretStr(dsn), bundled_environments=False, environments=[folder])
-    await prepare(settings, dsn)
     try:
-        keeper = tmp_path_factory.mktemp("keeper")
-        async with (
-            running_gateway(dsn, quiesce_timeout_s=3, rollback_grace_s=0.2, sandbox_dir=keeper) as gateway,
-            Client(gateway.url) as client,
-        ):
-            yield Sandboxed(gateway, client)
+        dsn = make_url(postgres_dsn).set(database=name).render_as_string(hide_password=False)
+        await prepare(
+            Settings(database_url=SecretStr(dsn), bundled_environments=False, environments=list(folders)), dsn
+        )
+        yield dsn
     finally:
         await connection.execute(f'drop database "{name}" with (force)')
         await connection.close()
+
+
+@asynccontextmanager
+async def gateway_on(dsn: str, **settings: Any) -> AsyncIterator[Sandboxed]:
+    """A gateway and a client that repeats nothing by itself."""
+    chosen = {"quiesce_timeout_s": 3, "rollback_grace_s": 0.2, **settings}
+    async with (
+        running_gateway(dsn, **chosen) as gateway,
+        Client(gateway.url, retry=Retry(attempts=1)) as client,
+    ):
+        yield Sandboxed(gateway, client)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def running(postgres_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sandboxed]:
+    folders = [
+        environment(tmp_path_factory.mktemp("notes"), NOTES, "notes_server"),
+        environment(tmp_path_factory.mktemp("memo"), MEMO, "memo_server"),
+    ]
+    async with (
+        database_with(postgres_dsn, *folders) as dsn,
+        gateway_on(dsn, sandbox_dir=tmp_path_factory.mktemp("keeper")) as running,
+    ):
+        yield running

@@ -1,12 +1,13 @@
 """Checkpoint, fork and rollback of a server that keeps its state in a process and in files."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megamcp.client import Conflict, Rollout, UpstreamError
-from tests.integration.sandboxed.conftest import Sandboxed
+from tests.integration.sandboxed.conftest import Sandboxed, environment
 
 
 async def seen(rollout: Rollout) -> Any:
@@ -77,3 +78,16 @@ async def test_a_tool_whose_call_is_left_is_stopped_and_its_sandbox_lives_on(run
         await call
     assert await seen(rollout) == ["kept"]
     assert "state_lost" not in [event.kind for event in await rollout.events()]
+
+
+async def test_a_new_version_of_a_servers_code_is_what_its_rollouts_run(running: Sandboxed, tmp_path: Path) -> None:
+    toml = 'name = "versions"\n[servers.v]\nentry = "version_server:server"\nstate = { kind = "process" }\n'
+    code = 'from megamcp.sdk import Server\nserver = Server("v")\n@server.tool\ndef version() -> int:\n    return {}\n'
+    rollouts = []
+    for number in (1, 2):
+        environment(tmp_path, toml)
+        (tmp_path / "version_server.py").write_text(code.format(number))
+        await running.client.load_environment(tmp_path)
+        rollouts.append(await running.client.open("versions"))
+        assert (await rollouts[-1].call("version")).structured == {"result": number}
+    assert (await rollouts[0].call("version")).structured == {"result": 1}

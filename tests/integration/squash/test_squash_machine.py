@@ -156,7 +156,7 @@ class Squashed(RuleBasedStateMachine):
     def diff(self, a: str, b: str) -> None:
         if {a, b} & self.released or not self.state:
             return
-        tables = self.portal.call(self.world.services.points.diff, next(iter(self.state)), a, b)["ledger"][1]
+        tables = self.portal.call(self.world.services.points.diff, next(iter(self.state)), a, b)["ledger"].tables
         for name, key, before, after in (
             ("item", "key", self.frozen[a][2].items, self.frozen[b][2].items),
             ("entry", "id", self.frozen[a][2].entries, self.frozen[b][2].entries),

@@ -268,7 +268,7 @@ async def test_a_diff_looks_only_at_what_was_written_since_the_common_point(worl
     points = await trajectory(world, rollout, 12)
     await squash(world)
     await world.call(rollout, "put", key="last", value="one")
-    found = (await world.services.points.diff(rollout, points[9]["id"], "head"))["ledger"][1]["item"]
+    found = (await world.services.points.diff(rollout, points[9]["id"], "head"))["ledger"].tables["item"]
     assert {row["key"] for row in found.added} == {"last"}
     assert {change.after["key"] for change in found.changed} == {"k0", "k1"}
 
