@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from megamcp.client import Rollout, Unprocessable
-from sandboxes.forkserver import ForkServer
+from sandboxes.forkserver.runtime import ForkServer
 from sandboxes.keeper import Keeper
 from sandboxes.runtime import Folders, Runtime
 from sandboxes.types import Kind
