@@ -11,6 +11,7 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
 MS_REC, MS_PRIVATE, MS_SLAVE = 16384, 1 << 18, 1 << 19
 MNT_DETACH = 2
+_MADV_COLLAPSE = 25
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 24, 38, 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 # Numbers that are the same on every architecture that this runs on (asm-generic numbers; x86-64 has its own below 424).
@@ -75,6 +76,12 @@ def exit_status(pidfd: int) -> int | None:
     if not struct.unpack_from("Q", told)[0] & _PIDFD_INFO_EXIT:
         return None
     return os.waitstatus_to_exitcode(struct.unpack_from("i", told, 60)[0])
+
+
+def collapse(start: int, end: int) -> None:
+    """Backs a part of this process's memory by large pages, as far as that is possible. Raises OSError."""
+    arguments = ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE
+    _checked(_libc.madvise(*arguments), "madvise")
 
 
 def sethostname(name: str) -> None:
