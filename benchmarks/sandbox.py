@@ -323,7 +323,7 @@ async def measure(kinds: Sequence[Kind], heaps: Sequence[int], image: str | None
                 if kind is Kind.FORK:
                     say(f"{kind}: {CROWD} rollouts of {CROWD_HEAP} MB")
                     crowd = Bench(client, spec_of(kind, CROWD_HEAP))
-                    figures["fork_hundred_pss_mb"] = await crowd.crowd(20 if quick else CROWD)
+                    figures["fork_hundred_pss_mb"] = await crowd.crowd(CROWD)
     for heap in heaps:
         say(f"cold start: {heap} MB")
         command = [sys.executable, "-m", "benchmarks.heap_server"]
@@ -336,7 +336,7 @@ async def measure(kinds: Sequence[Kind], heaps: Sequence[int], image: str | None
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer turns; 20 rollouts instead of 100")
+    parser.add_argument("--quick", action="store_true", help="fewer turns")
     parser.add_argument("--runtime", type=Kind, action="append", help="all that work, where none is named")
     parser.add_argument("--heap", type=int, action="append", help="megabytes; 25, 100 and 500 where none is named")
     parser.add_argument("--docker-image", help="compare with `docker run` in this image")
