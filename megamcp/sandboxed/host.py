@@ -151,7 +151,7 @@ def as_ours(error: SandboxError, server: str | None) -> MegaMCPError:
             return Unprocessable(
                 message,
                 code="not_forkable",
-                hint="Close what is open between calls, or give the server another runtime (criu).",
+                hint=hint or "Close what is open between calls, or give the server another runtime (criu).",
             )
         case "busy":
             return NoCapacity(message, code="sandbox_busy", hint=hint)

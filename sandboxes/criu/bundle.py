@@ -8,6 +8,7 @@ outside and has no capabilities. (Not a user namespace: runc can't dump one.)
 import hashlib
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,9 @@ def uid_of(template: str) -> int:
     return _FIRST_UID + int(hashlib.sha256(template.encode()).hexdigest()[:6], 16)
 
 
-def found(command: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """A command with the path of its program, and the folders of the host that it needs beside the usual ones."""
+def found(command: tuple[str, ...], environ: Mapping[str, str] | None = None) -> tuple[list[str], list[str]]:
+    """A command with the path of its program, and the folders of the host that it needs beside the usual ones: where
+    the program is, the script that an interpreter is given, where `environ` says that modules are."""
     program = shutil.which(command[0])
     if program is None:
         raise SandboxError(
@@ -51,8 +53,13 @@ def found(command: tuple[str, ...]) -> tuple[list[str], list[str]]:
             f"There is no program {command[0]!r} on this host.",
             hint=f"Install it, or write its path. PATH is {os.environ.get('PATH', '')}",
         )
-    program = os.path.abspath(program)
-    needed = [_prefix(program), _prefix(os.path.realpath(program))]
+    program = place = os.path.abspath(program)
+    needed = [_prefix(place), _prefix(os.path.realpath(place))]
+    while os.path.islink(place):
+        place = os.path.normpath(os.path.join(os.path.dirname(place), os.readlink(place)))
+        needed.append(_prefix(place))
+    for name in ("PYTHONPATH", "NODE_PATH"):
+        needed += filter(os.path.isabs, (environ or {}).get(name, "").split(os.pathsep))
     if len(command) > 1 and Path(program).name.rstrip("0123456789.") in _INTERPRETERS:
         script = command[1]
         if os.path.isabs(script) and os.path.isfile(script):

@@ -9,6 +9,7 @@ Only root may enter any of it. A layer is an image's first, and stays as long as
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -60,8 +61,12 @@ class Shelf:
         part = folder / "manifest.part"
         part.write_bytes(msgspec.json.encode(manifest))
         part.chmod(0o600)
-        os.sync()  # memory and layer, then the word that they are whole
+        # Memory and layer, then the word that they are whole: a host may crash too.
+        layer = self._folders.template(manifest.template) / "layers" / manifest.image
+        _keep(folder)
+        _keep(layer)
         part.rename(folder / "manifest.json")
+        _sync(folder)
         self._found[manifest.image] = manifest
 
     async def drop(self, image: str, used: set[tuple[str, str]]) -> None:
@@ -102,3 +107,20 @@ class Shelf:
                 await self.sweep(folder.name, set())
             else:
                 await layers.remove(folder)
+
+
+def _keep(tree: Path) -> None:
+    """Writes a folder to disk, with everything in it. Nothing where it isn't there."""
+    for folder, _, names in os.walk(tree):
+        for name in names:
+            if stat.S_ISREG(os.lstat(os.path.join(folder, name)).st_mode):
+                _sync(os.path.join(folder, name))
+        _sync(folder)
+
+
+def _sync(path: Path | str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

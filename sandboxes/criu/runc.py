@@ -77,9 +77,12 @@ class Runc:
         work.mkdir(parents=True, exist_ok=True)
         words = ("checkpoint", "--leave-running", "--image-path", str(image), "--work-path", str(work), *_CRIU)
         if reason := await self._ran(work / "runc.log", *words, name, around=self._around(uid)):
+            reason = _from_log(work / "dump.log") or reason
+            if "No space left" in reason or "Disk quota" in reason:
+                raise SandboxError("disk_full", f"No room for its memory: {reason}", hint="Make room, or drop images.")
             raise SandboxError(
                 "not_forkable",
-                f"Its processes can't be written to disk: {_from_log(work / 'dump.log') or reason}",
+                f"Its processes can't be written to disk: {reason}",
                 hint="CRIU can't freeze everything a process may hold. Docker keeps the files and starts it anew.",
             )
 

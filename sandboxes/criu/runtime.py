@@ -87,7 +87,7 @@ class Criu:
 
     async def _try_out(self) -> str:
         """Why it doesn't work here."""
-        if os.geteuid() != 0:
+        if not _root():
             return "it needs root"
         if missing := self._runc.missing():
             return f"{' and '.join(missing)} not found; on Debian sandboxes/tools/install.sh gets runc and CRIU"
@@ -297,7 +297,7 @@ class Criu:
     # -- beginning and end ----------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        if os.geteuid() != 0:
+        if not _root():
             return  # the report says so
         try:
             for name in ("templates", "sandboxes", "images"):
@@ -308,7 +308,7 @@ class Criu:
             await self._end_left()
             await self._shelf.recover()
         except OSError as error:
-            self._report = Report(kind=Kind.CRIU, works=False, reason=f"what an earlier keeper left: {error}")
+            self._report = Report(kind=Kind.CRIU, works=False, reason=f"it could not begin: {error}")
 
     async def _end_left(self) -> None:
         """Sandboxes of a keeper that was killed."""
@@ -329,8 +329,13 @@ class Criu:
             self._patrol.cancel()
         for name in list(self._sandboxes):
             await self.remove(name)
-        if os.geteuid() == 0:
+        if _root():
             self._runc.close()
+
+
+def _root() -> bool:
+    """Of the host, and not of a user namespace only."""
+    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split()[:2] == ["0", "0"]
 
 
 async def _count(pipes: Pipes, expected: bytes) -> None:

@@ -85,7 +85,7 @@ class Templates:
             await self._get(wanted, spec, folder)
             command = packages.command(wanted, folder / "packages")
         elif spec.image is None:
-            command, needed = bundle.found(spec.command)
+            command, needed = bundle.found(spec.command, spec.environ)
         if spec.image is not None and not Path(spec.image).is_dir():
             raise SandboxError(
                 "invalid_spec",
