@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import re
 import select
+import shutil
 import stat
 from pathlib import Path
 
@@ -209,6 +211,33 @@ async def test_who_writes_more_than_it_may_is_ended(host: Host) -> None:
     os.write(talk.pipes.stdin, b"[open(f'{n}', 'wb').write(b'x' * (1 << 19)) for n in range(4)]\n")
     exited = await asyncio.wait_for(host.exited.get(), 20)
     assert (exited.sandbox, exited.reason) == ("disk-1", "it was over its disk limit of 1 MiB")
+
+
+async def test_a_folder_can_be_the_root(host: Host) -> None:
+    root = host.folder / "root"
+    for path in ("bin", "lib", "data"):
+        (root / path).mkdir(parents=True)
+    (root / "data" / "hello").write_text("from the image")
+    for program in ("/bin/sh", "/bin/cat"):
+        await _copy_with_libraries(program, root)
+    made = Spec(kind=Kind.CRIU, command=("/bin/sh", "-c", 'while read -r f; do /bin/cat "$f"; done'), image=str(root))
+    first = await host.start(made, "root-1")
+    await host.client.freeze("root-1", "root-image")
+    second = await host.start(made, "root-2", "root-image")
+    for talk in (first, second):
+        os.write(talk.pipes.stdin, b"/data/hello\n")
+        assert await asyncio.to_thread(os.read, talk.pipes.stdout, 100) == b"from the image"
+        os.write(talk.pipes.stdin, b"/etc/passwd\n")
+        assert await asyncio.to_thread(os.read, talk.pipes.stderr, 100)
+
+
+async def _copy_with_libraries(program: str, root: Path) -> None:
+    process = await asyncio.create_subprocess_exec("ldd", program, stdout=asyncio.subprocess.PIPE)
+    told, _ = await process.communicate()
+    for path in [program, *re.findall(r"(/\S+)", told.decode())]:
+        target = root / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
 
 
 def _alive(pid: int) -> bool:

@@ -140,15 +140,24 @@ async def test_mcp_server_sqlite(host: Host) -> None:
 
 
 async def test_mcp_server_git(host: Host) -> None:
-    made = spec("uvx", "mcp-server-git")
+    folder = host.folder / "repository"
+    process = await asyncio.create_subprocess_exec("git", "init", "--quiet", "--initial-branch=main", str(folder))
+    assert await process.wait() == 0
+    (folder / "README").write_text("one\n")
+    who = {f"GIT_{role}_{what}": "ada@example.org" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     made = Spec(
-        kind=Kind.CRIU,
-        command=made.command,
-        environ={f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
+        kind=Kind.CRIU, command=("uvx", "mcp-server-git"), environ=who, files=str(folder), content="a repository"
     )
     first = await begin(host, made, "git-1")
-    told = await first.ask("tools/list")
-    assert "git_status" in {tool["name"] for tool in told["tools"]}
+    here = {"repo_path": "/workspace"}
+    await first.call("git_add", files=["README"], **here)
+    await first.call("git_commit", message="the first", **here)
     await frozen(host, "git-1", "git-image")
+    await first.call("git_create_branch", branch_name="aside", **here)
+    await first.call("git_checkout", branch_name="aside", **here)
     second = await again(host, made, "git-2", "git-image")
-    assert "git_log" in {tool["name"] for tool in (await second.ask("tools/list"))["tools"]}
+    assert "the first" in await second.call("git_log", **here)
+    assert "On branch main" in await second.call("git_status", **here)
+    assert "On branch aside" in await first.call("git_status", **here)
+    changes = await host.client.diff(made, "git-image", "git-1")
+    assert ".git/refs/heads/aside" in {change.path for change in changes if change.change == "added"}
