@@ -21,7 +21,7 @@ from megamcp.plain import plain, read_exactly
 from megamcp.points import BASE, HEAD
 from megamcp.rollouts import Rollouts, demand_open
 from megamcp.settings import Settings
-from megamcp.state.rewrites import clock_calls
+from megamcp.state.rewrites import Rewriter, clock_calls
 from megamcp.state.statements import check_foreign_query, check_query
 from megamcp.store import translated
 
@@ -50,6 +50,7 @@ class Queries:
         self._settings = settings
         self._dsn = dsn
         self._pools: dict[str, asyncpg.Pool] = {}
+        self._rewriter = Rewriter()
         self._making = asyncio.Lock()
 
     async def close(self) -> None:
@@ -89,7 +90,7 @@ class Queries:
                     deadline=time.time() + self._settings.query_timeout_s,
                     point="" if at in (None, HEAD) else at,
                 )
-                return await self._fetch(connection, handle, sql)
+                return await self._fetch(connection, handle, sql, target)
             finally:
                 await pool.release(connection)
 
@@ -109,7 +110,7 @@ class Queries:
                 return await self._fetch(connection, None, sql)
 
     async def _fetch(
-        self, connection: asyncpg.Connection, handle: str | None, sql: str
+        self, connection: asyncpg.Connection, handle: str | None, sql: str, target: LoadedServer | None = None
     ) -> tuple[list[str], list[msgspec.Raw], bool]:
         async with connection.transaction():
             if handle is not None:
@@ -120,6 +121,8 @@ class Queries:
             await connection.execute(f"set local statement_timeout = {int(self._settings.query_timeout_s * 1000)}")
             try:
                 async with asyncio.timeout(self._settings.query_timeout_s + 1):  # all batches together
+                    if target is not None and target.schema is not None:  # its tables are views
+                        sql = await self._as_views_take(connection, sql, target.schema.visible_schema)
                     statement = await connection.prepare(sql)
                     if parameters := statement.get_parameters():
                         raise Unprocessable(
@@ -148,6 +151,14 @@ class Queries:
                     hint=error.hint,
                 ) from error
         return [attribute.name for attribute in statement.get_attributes()], rows, truncated
+
+    async def _as_views_take(self, connection: asyncpg.Connection, sql: str, schema: str) -> str:
+        async def fetch(sql: str, *arguments: Any) -> Any:
+            async with connection.transaction():
+                return await connection.fetch(sql, *arguments)
+
+        text, _ = await self._rewriter.rewrite(sql, fetch, schema, read_only=True)
+        return text
 
     async def _rows(self, cursor: Any) -> tuple[list[msgspec.Raw], bool]:
         limit, room = self._settings.query_rows, self._settings.max_result_bytes

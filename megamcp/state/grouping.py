@@ -14,6 +14,7 @@ import postgast
 from postgast import pg_query_pb2 as pb
 
 from megamcp.state import refusals
+from megamcp.state.catalog import Catalog
 from megamcp.state.fixed import without_parameters
 from megamcp.state.statements import refuse
 
@@ -78,6 +79,20 @@ async def _fails(sql: str, fetch: Callable[..., Awaitable[Any]]) -> str | None:
             raise
         return state
     return None
+
+
+def extended(sql: str, catalog: Catalog) -> str:
+    """The statement with what its tables' keys ask for."""
+    keyed = {
+        table.name: Keyed(table.names, frozenset(key.columns))
+        for table in catalog.tables
+        for key in table.keys
+        if key.primary and not key.deferrable
+    }
+    tree = postgast.parse(sql)
+    extend(tree, keyed)
+    made: str = postgast.deparse(tree)
+    return made
 
 
 def extend(tree: pb.ParseResult, tables: Mapping[str, Keyed]) -> bool:

@@ -19,7 +19,6 @@ from decimal import Decimal
 from typing import Any
 
 import asyncpg
-import postgast
 
 from megamcp.errors import UnsupportedSchema, UnsupportedStatement
 from megamcp.loading import Script, as_script
@@ -312,26 +311,21 @@ async def _remake(conn: Any, v: str, found: catalog.Catalog) -> None:
                 async with conn.transaction():
                     await rights.as_view(conn, v, remake.definition)
             except asyncpg.GroupingError:
-                await rights.as_view(conn, v, _grouped(remake, found))
+                await _remake_grouped(conn, v, remake, found)
             continue
         if await conn.fetchval("select to_regprocedure($1) is null", remake.name):
             await rights.as_view(conn, v, remake.definition)
         await rights.as_view(conn, v, f"alter function {remake.name} set search_path = {_path(v, remake)}")
 
 
-def _grouped(view: catalog.Remake, found: catalog.Catalog) -> str:
-    """The view with what hangs on its primary keys in GROUP BY."""
-    keyed = {
-        table.name: grouping.Keyed(table.names, frozenset(key.columns))
-        for table in found.tables
-        for key in table.keys
-        if key.primary and not key.deferrable
-    }
-    tree = postgast.parse(view.definition)
-    if not grouping.extend(tree, keyed):
-        raise refused([refuse.Problem("GROUP BY", view.name, refusals.GROUPED_BY_KEY.reason, "Group by all columns.")])
-    made: str = postgast.deparse(tree)
-    return made
+async def _remake_grouped(conn: Any, v: str, view: catalog.Remake, found: catalog.Catalog) -> None:
+    """Makes a view that PostgreSQL takes only with what hangs on a primary key in GROUP BY."""
+    try:
+        async with conn.transaction():
+            await rights.as_view(conn, v, grouping.extended(view.definition, found))
+    except (asyncpg.GroupingError, asyncpg.UndefinedFunctionError) as error:
+        reason = f"{refusals.GROUPED_BY_KEY.reason}, and {error}"
+        raise refused([refuse.Problem("GROUP BY a primary key", view.name, reason, "Group by all columns.")]) from error
 
 
 def _path(v: str, function: catalog.Remake) -> str:

@@ -209,6 +209,14 @@ async def test_more_queries_than_connections_wait_or_are_429(rest: Rest) -> None
         assert (await rest.done("POST", f"/v1/rollouts/{rollout}/query", {"sql": "select 1"}))["rows"] == [[1]]
 
 
+async def test_a_query_may_group_by_a_primary_key(rest: Rest) -> None:
+    rollout = await rest.open()
+    sql = "select key, value from item group by key order by key limit 2"
+    found = await rest.done("POST", f"/v1/rollouts/{rollout}/query", {"sql": sql})
+    same = await rest.done("POST", f"/v1/rollouts/{rollout}/query", {"sql": sql.replace("group by key ", "")})
+    assert found["rows"] == same["rows"] != []
+
+
 async def test_a_huge_result_is_cut_by_rows_and_by_bytes(rest: Rest) -> None:
     path = f"/v1/rollouts/{await rest.open()}/query"
     for rows, truncated in [(249, False), (250, False), (251, True), (100_000, True)]:

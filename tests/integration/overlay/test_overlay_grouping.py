@@ -2,7 +2,7 @@
 
 import pytest
 
-from megamcp.errors import UnsupportedStatement
+from megamcp.errors import UnsupportedSchema, UnsupportedStatement
 from megamcp.state import rewrites
 from tests.integration.overlay.conftest import Compare, World
 
@@ -74,3 +74,9 @@ async def test_a_column_that_can_not_be_grouped_by_is_refused(world: World) -> N
 
         with pytest.raises(UnsupportedStatement, match="whose type has no equality"):
             await rewrites.Rewriter().rewrite("select j from p group by a, b", fetch)
+
+
+async def test_a_view_that_can_not_be_made_over_views_is_refused(world: World) -> None:
+    ddl = "create table p (a int, b int, name text, j json, primary key (a, b));"
+    with pytest.raises(UnsupportedSchema, match="GROUP BY a primary key g"):
+        await world.load(f"{ddl} create view g as select a, j from p group by a, b")
