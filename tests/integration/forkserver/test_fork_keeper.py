@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 @asynccontextmanager
 async def keeper(folder: Path, python: str = sys.executable, **more: int) -> AsyncIterator[tuple[Client, int]]:
-    """A client of one that runs, and its process. Killed at the end."""
+    """A client of one that runs, and its process. Asked to end at the end."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])}
     process = await asyncio.create_subprocess_exec(
         *(python, "-m", "sandboxes", "--socket", str(folder / "s"), "--state", str(folder / "state")),
@@ -40,7 +40,7 @@ async def keeper(folder: Path, python: str = sys.executable, **more: int) -> Asy
     finally:
         await client.aclose()
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
+            process.terminate()
         await process.wait()
 
 
