@@ -70,6 +70,8 @@ async def four(postgres_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> A
 
 async def test_checkpoints_during_calls_hold_a_prefix_of_their_order(four: Sandboxed) -> None:
     rollout = await four.client.open("quartet")
+    for server in SERVERS:  # each has a process and a database by then
+        await rollout.call(f"{server}__put", key="step", value="0")
     points = []
     done = asyncio.Event()
 
@@ -82,6 +84,7 @@ async def test_checkpoints_during_calls_hold_a_prefix_of_their_order(four: Sandb
     async def checkpoints() -> None:
         while not done.is_set():
             points.append(await rollout.checkpoint())
+            await asyncio.sleep(0.02)  # so that calls have a turn too
 
     await asyncio.gather(steps(), checkpoints())
     assert len(points) > 3
