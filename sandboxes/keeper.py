@@ -170,7 +170,8 @@ class Keeper:
             case messages.Hello():
                 return self._name
             case messages.Reports():
-                return [await runtime.report() for runtime in self._runtimes.values()]
+                async with self._alone("trial of runtimes"):
+                    return [await runtime.report() for runtime in self._runtimes.values()]
             case messages.Prepare(spec=spec):
                 await self._prepare(spec)
             case messages.Start(spec=spec, sandbox=name, origin=origin):

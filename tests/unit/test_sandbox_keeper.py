@@ -30,10 +30,15 @@ class FilesOnly:
         self.died = died
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self.watching: dict[str, asyncio.Task[None]] = {}
+        self.trials = self.most_trials = 0
         self.freezing = asyncio.Event()
         self.freezing.set()
 
     async def report(self) -> Report:
+        self.trials += 1
+        self.most_trials = max(self.trials, self.most_trials)
+        await asyncio.sleep(0.01)
+        self.trials -= 1
         return Report(kind=Kind.CRIU, works=True)
 
     async def prepare(self, spec: Spec) -> None:
@@ -301,6 +306,15 @@ async def test_a_sandbox_that_is_left_in_the_middle_of_something_is_not_clean(cl
     again = await client.attach("a")
     assert not again.clean
     let_go(again)
+
+
+async def test_runtimes_are_tried_out_by_one_client_at_a_time(host: Host) -> None:
+    clients = [Client(host.path) for _ in range(3)]
+    found = await asyncio.gather(*(client.reports() for client in clients))
+    assert found == [[Report(kind=Kind.CRIU, works=True)]] * 3
+    assert host.runtime.most_trials == 1
+    for client in clients:
+        await client.aclose()
 
 
 async def test_a_keeper_without_clients_is_deserted_after_a_while(host: Host) -> None:
