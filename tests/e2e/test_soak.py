@@ -244,8 +244,12 @@ class Soak:
     async def storm(self, done: asyncio.Event) -> None:
         victims = ["gateway", "tool server", "tool server", "postgres", "state cluster", "state cluster", "failpoint"]
         while not done.is_set():
+            before = sum(self.steps.values())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), self.dice.uniform(3, 9))
+            # On a slow machine a kill every few seconds would leave no time in which anything could succeed.
+            while not done.is_set() and sum(self.steps.values()) < before + 2:
+                await asyncio.sleep(0.1)
             victim = self.dice.choice(victims)
             if victim == "failpoint":
                 turn = self.dice.choice([1, 1, 2, 3])
