@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import secrets
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,6 +28,7 @@ from megamcp import store as sql
 from megamcp.databases import Databases, Door, Place
 from megamcp.databases.journal import RECORD
 from megamcp.dataplane.ports import (
+    SOCKET,
     ChildTarget,
     DedicatedTarget,
     EnvironmentView,
@@ -38,7 +40,7 @@ from megamcp.dataplane.ports import (
     StdioTarget,
     UrlTarget,
 )
-from megamcp.definitions import DSN
+from megamcp.definitions import DSN, DocumentConfig
 from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
 from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NotFound, Unprocessable
 from megamcp.handles import Mode, Signer, fingerprint
@@ -187,17 +189,26 @@ class Control:
         )
 
     def _server_view(self, loaded: LoadedEnvironment, server: LoadedServer) -> ServerView:
-        config, stateful = server.config, server.schema is not None or server.database is not None
+        config = server.config
+        stateful = server.schema is not None or server.database is not None or server.document
         own = server.database is not None
         if config.url:
             target = UrlTarget(config.url, config.headers)
             return ServerView(server.name, target, exactly_once=stateful, own_database=own)
-        if config.command or server.process:
+        if (config.command and not server.document) or server.process:
             return ServerView(server.name, DedicatedTarget(config.restart == "on_move"), exactly_once=False)
-        assert config.entry is not None
         environ: dict[str, str] = {"MEGAMCP_TOOL_POOL": str(self._settings.tool_connections), **config.env}
-        if server.schema:
-            environ["MEGAMCP_TOOL_DSN"] = role_dsn(self._dsn, server.schema.tool_role, self._signer.password("tool"))
+        if server.login:
+            environ["MEGAMCP_TOOL_DSN"] = role_dsn(self._dsn, server.login, self._signer.password("tool"))
+        if server.document:
+            environ["MEGAMCP_TOOL_DOCUMENT_BYTES"] = str(self._settings.document_bytes)
+        if isinstance(config.state, DocumentConfig) and config.command:
+            state, program = config.state, (config.command, *config.args)
+            tools = ("--load", str(state.load), "--dump", str(state.dump), "--program", *program)
+            command = (sys.executable, "-m", "megamcp.sdk", "--socket", SOCKET, *tools)
+            proxy = ChildTarget(command, environ, cwd=str(loaded.folder / (config.cwd or ".")))
+            return ServerView(server.name, proxy, exactly_once=True)
+        assert config.entry is not None
         child = ChildTarget.sdk(config.entry, _with_path(environ, loaded), cwd=str(loaded.folder))
         return ServerView(server.name, child, exactly_once=stateful, own_database=own)
 
@@ -422,9 +433,18 @@ async def tool_dsn(dsn: str, environment: str, server: str | None = None) -> str
     """
     signer = await migrate(dsn)
     async with Store.open(dsn, 1) as store:
-        target = (await Environments(store, signer).find(environment)).server(server)
-    assert target.schema is not None
-    return role_dsn(dsn, target.schema.tool_role, signer.password("tool"))
+        loaded = await Environments(store, signer).find(environment)
+    able = [one for one in loaded.servers if one.login and server in (None, one.name)]
+    if len(able) != 1 or able[0].login is None:
+        names = ", ".join(one.name for one in loaded.servers if one.login)
+        raise NotFound(
+            f"Environment {loaded.name} has no server {server!r} with a login of its own."
+            if server
+            else f"Environment {loaded.name} has {len(able)} servers with a login of their own: name one.",
+            code="server_not_found",
+            hint=f"Such servers: {names or 'none'}.",
+        )
+    return role_dsn(dsn, able[0].login, signer.password("tool"))
 
 
 def stdio_target(

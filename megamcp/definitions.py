@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
+import msgspec
 from pydantic import (
     AwareDatetime,
     BaseModel,
@@ -25,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from megamcp.documents.content import NotJson, packed_whole
 from megamcp.errors import Unprocessable
 from megamcp.loading import Script
 from megamcp.loading.script import read as read_script
@@ -94,14 +96,18 @@ class ProcessConfig(_Config):
     cpus: float = Field(1.0, gt=0, le=1024)
 
 
-class PlannedConfig(BaseModel):
-    """Kinds that have a name but no backend in this version; refused at load."""
+class DocumentConfig(_Config):
+    """State as one JSON document: of a plain Python class, or of a program with two tools that load and dump it. Paths
+    are relative to the environment's folder."""
 
     kind: Literal["document"]
+    initial: str | None = Field(None, description="JSON file that the document starts as; else as the server makes it.")
+    load: str | None = Field(None, description="Of a command: its tool that takes a document. Agents don't see it.")
+    dump: str | None = Field(None, description="Of a command: its tool that gives the document, as JSON.")
 
 
 StateConfig = Annotated[
-    SchemaConfig | DatabaseConfig | ProcessConfig | NoneConfig | PlannedConfig, Field(discriminator="kind")
+    SchemaConfig | DatabaseConfig | DocumentConfig | ProcessConfig | NoneConfig, Field(discriminator="kind")
 ]
 
 
@@ -149,6 +155,11 @@ class ServerConfig(_Config):
             raise ValueError("give exactly one of entry, url or command")
         if isinstance(self.state, SchemaConfig) and self.command:
             raise ValueError("state of kind schema needs entry or url: only a server on megamcp.sdk can use it")
+        if isinstance(self.state, DocumentConfig) and bool(self.command) != bool(self.state.load and self.state.dump):
+            raise ValueError(
+                "state of kind document needs an entry that is a plain Python class, or a command with the names of its"
+                " tools that load and dump the document; other programs keep state of kind process"
+            )
         if isinstance(self.state, ProcessConfig) and self.url:
             raise ValueError("state of kind process needs entry or command: what runs elsewhere can't be frozen here")
         if not self.command and (self.args or self.cwd or self.restart != "never"):
@@ -194,6 +205,8 @@ class Source:
     """SQL of each server that has any, in order."""
     contents: dict[str, str]
     """Hash of the files that each server's working folder starts with, where it has any."""
+    documents: dict[str, bytes]
+    """Content of what each server's document starts as, where it is said."""
     hash: str
 
 
@@ -225,15 +238,24 @@ def read(path: Path) -> Source:
     for name, found in scripts.items():
         total.update("".join(f"\0{name}\0{script.name}\0{script.content}" for script in found).encode())
     contents: dict[str, str] = {}
+    documents: dict[str, bytes] = {}
     for name, server in config.servers.items():
         if isinstance(server.state, ProcessConfig) and server.state.files is not None:
             contents[name] = _content(file.parent, server.state.files)
             total.update(f"\0{name}\0{contents[name]}".encode())
+        if isinstance(server.state, DocumentConfig) and server.state.initial is not None:
+            documents[name] = _document(file.parent, server.state.initial)
+            total.update(f"\0{name}\0".encode() + documents[name])
     if any(server.entry or server.command for server in config.servers.values()):
         for code in sorted(file.parent.glob("*.py")):  # tools that change make a new version, on processes of its own
             total.update(b"\0" + code.name.encode() + b"\0" + hashlib.sha256(code.read_bytes()).digest())
     return Source(
-        file.parent, config, {name: found for name, found in scripts.items() if found}, contents, total.hexdigest()[:16]
+        file.parent,
+        config,
+        {name: found for name, found in scripts.items() if found},
+        contents,
+        documents,
+        total.hexdigest()[:16],
     )
 
 
@@ -254,21 +276,14 @@ def _from_mcp_json(file: Path, raw: Any) -> dict[str, Any]:
 
 
 def _scripts(folder: Path, name: str, server: ServerConfig) -> list[Script]:
-    where = f"servers.{name}"
     if server.command and isinstance(server.state, NoneConfig):
         raise Unprocessable(
-            f"{where} is started by a command, so each rollout gets a process of its own: that needs state of kind"
-            f" process or database, not {server.state.kind}.",
+            f"servers.{name} is started by a command, so each rollout gets a process of its own: that needs state of"
+            f" kind process or database, not {server.state.kind}.",
             code="unsupported_server",
             hint="Leave its state out (a sandbox keeps it), or start the server yourself and give its url.",
         )
     match server.state:
-        case PlannedConfig(kind=kind):
-            raise Unprocessable(
-                f"{where}: state of kind {kind} is not in this version.",
-                code="unsupported_state",
-                hint="Use schema, database, process or none.",
-            )
         case SchemaConfig(dump=str(dump)) as config:
             return [_script(folder, dump, dump=True, schema=config.source_schema)]
         case DatabaseConfig(dump=str(dump)):
@@ -297,6 +312,17 @@ def _content(folder: Path, relative: str) -> str:
     try:
         return digest(path)
     except OSError as error:
+        raise _invalid(path, str(error)) from error
+
+
+def _document(folder: Path, relative: str) -> bytes:
+    """Packed content of a JSON file. Raises `Unprocessable`."""
+    path = (folder / relative).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise _invalid(path, "lies outside of the environment's folder")
+    try:
+        return packed_whole(msgspec.json.decode(_text(path)))
+    except (OSError, ValueError, NotJson) as error:  # msgspec's are ValueErrors
         raise _invalid(path, str(error)) from error
 
 

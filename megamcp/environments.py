@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from megamcp import state
 from megamcp.definitions import (
     DatabaseConfig,
+    DocumentConfig,
     EnvironmentConfig,
     ProcessConfig,
     SchemaConfig,
@@ -26,6 +27,8 @@ from megamcp.definitions import (
     database_hash,
     read,
 )
+from megamcp.documents import logins
+from megamcp.documents.journal import SET_BASE
 from megamcp.errors import NotFound, Unavailable, Unprocessable
 from megamcp.handles import Signer
 from megamcp.loading import Script
@@ -42,13 +45,20 @@ class LoadedServer:
     schema: state.SchemaState | None
     database: str | None = None
     """Hash of the content that the rollouts' databases are copies of."""
+    login: str | None = None
+    """PostgreSQL role of its process, where it is a shared one with a state."""
     files: str | None = None
     """Hash of what the working folder of each rollout's sandbox starts with."""
 
     @property
     def stateful(self) -> bool:
         """Whether it has a state that checkpoints keep."""
-        return self.schema is not None or self.database is not None or self.process is not None
+        return self.schema is not None or self.database is not None or self.process is not None or self.document
+
+    @property
+    def document(self) -> bool:
+        """Whether its state is a document."""
+        return isinstance(self.config.state, DocumentConfig)
 
     @property
     def process(self) -> ProcessConfig | None:
@@ -80,9 +90,14 @@ class LoadedEnvironment:
         return any(server.database for server in self.servers)
 
     @property
+    def has_documents(self) -> bool:
+        """Whether a rollout of it has documents."""
+        return any(server.document for server in self.servers)
+
+    @property
     def has_dedicated(self) -> bool:
         """Whether a rollout of it has processes of its own."""
-        return any(server.config.command or server.process for server in self.servers)
+        return any((server.config.command and not server.document) or server.process for server in self.servers)
 
     @property
     def has_sandboxes(self) -> bool:
@@ -164,6 +179,10 @@ class Environments:
         for row in rows:
             known = state.SchemaState.from_json(row["descriptor"])
             await state.reset_logins(connection, known, self._signer.password("tool"), self._signer.password("query"))
+        for row in await connection.fetch(
+            "select role from megamcp.servers where environment = $1 and kind = 'document'", identifier
+        ):
+            await logins.reset(connection, row["role"], self._signer.password("tool"))
 
     async def _insert(self, connection: asyncpg.Connection, source: Source, progress: Progress | None) -> int:
         config = source.config
@@ -177,7 +196,8 @@ class Environments:
             config.seed,
         )
         for position, (name, server) in enumerate(config.servers.items()):
-            schema = None
+            schema: state.SchemaState | None = None
+            role: str | None = None
             descriptor: dict[str, Any] | None = None
             if isinstance(server.state, DatabaseConfig):
                 descriptor = {"database": database_hash(source.scripts[name])}
@@ -198,6 +218,8 @@ class Environments:
                 )
                 await connection.execute(f'grant megamcp_tools to "{schema.tool_role}"')
                 await connection.execute(f'grant megamcp_queries to "{schema.query_role}"')
+            elif isinstance(server.state, DocumentConfig):
+                role = await logins.make(connection, f"{source.hash} {name}", self._signer.password("tool"))
             await connection.execute(
                 "insert into megamcp.servers (environment, name, position, kind, role, query_role, state, descriptor)"
                 " values ($1, $2, $3, $4, $5, $6, $7, $8)",
@@ -205,11 +227,13 @@ class Environments:
                 name,
                 position,
                 server.state.kind,
-                schema and schema.tool_role,
+                schema.tool_role if schema else role,
                 schema and schema.query_role,
                 schema.hash if schema else next(iter(descriptor.values())) if descriptor else None,
                 schema.to_json() if schema else descriptor,
             )
+            if name in source.documents:
+                await connection.execute(SET_BASE, identifier, name, source.documents[name])
         return identifier
 
     async def find(self, name: str) -> LoadedEnvironment:
@@ -236,7 +260,7 @@ class Environments:
         async with contextlib.nullcontext(on) if on else self._store.connection() as connection:
             row = await connection.fetchrow("select * from megamcp.environments where id = $1", identifier)
             servers = await connection.fetch(
-                "select name, descriptor from megamcp.servers where environment = $1 order by position",
+                "select name, descriptor, role from megamcp.servers where environment = $1 order by position",
                 identifier,
             )
         if row is None:
@@ -250,7 +274,9 @@ class Environments:
             clock=row["clock"],
             seed=row["seed"],
             loaded_at=row["loaded_at"],
-            servers=tuple(_loaded_server(s["name"], config.servers[s["name"]], s["descriptor"]) for s in servers),
+            servers=tuple(
+                _loaded_server(s["name"], config.servers[s["name"]], s["descriptor"], s["role"]) for s in servers
+            ),
         )
         return self._by_id.setdefault(identifier, loaded)
 
@@ -260,14 +286,16 @@ class Environments:
         return [await self.by_id(row["id"]) for row in rows]
 
 
-def _loaded_server(name: str, config: ServerConfig, descriptor: dict[str, Any] | None) -> LoadedServer:
+def _loaded_server(
+    name: str, config: ServerConfig, descriptor: dict[str, Any] | None, login: str | None
+) -> LoadedServer:
     if descriptor is None:
-        return LoadedServer(name, config, None)
+        return LoadedServer(name, config, None, login=login)
     if "database" in descriptor:
         return LoadedServer(name, config, None, database=descriptor["database"])
     if "files" in descriptor:
         return LoadedServer(name, config, None, files=descriptor["files"])
-    return LoadedServer(name, config, state.SchemaState.from_json(descriptor))
+    return LoadedServer(name, config, state.SchemaState.from_json(descriptor), login=login)
 
 
 async def _load_state(connection: asyncpg.Connection, server: str, **content: Any) -> state.SchemaState:

@@ -20,6 +20,7 @@ FUNCTIONS = (
     PACKAGE / "state" / "sql" / "state.sql",
     PACKAGE / "sql" / "handles.sql",
     PACKAGE / "sql" / "control.sql",
+    PACKAGE / "sql" / "documents.sql",
     PACKAGE / "sql" / "hardening.sql",
 )
 SHARED_ROLES = ("megamcp_tools", "megamcp_queries")

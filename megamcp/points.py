@@ -15,10 +15,13 @@ import asyncpg
 from megamcp import state
 from megamcp import store as sql
 from megamcp.databases import Reads, Spot
+from megamcp.demands import alive, compared, demand_open
 from megamcp.digests import OPAQUE, Sums, add, digest_of, files_sum, part_of
+from megamcp.documents import keeper
+from megamcp.documents.difference import DocumentDiff
 from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
 from megamcp.errors import DeadlineExceeded
-from megamcp.rollouts import Rollouts, alive, compared, demand_open
+from megamcp.rollouts import Rollouts
 from megamcp.sandboxed import FileChanges, Trees
 from megamcp.sandboxed.trees import Spot as Tree
 from megamcp.settings import Settings
@@ -50,9 +53,11 @@ class Changes:
     kind: str
     tables: Mapping[str, state.TableDiff] = field(default_factory=dict)
     files: FileChanges | None = None
+    document: DocumentDiff | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.tables or (self.files and self.files.changes))
+        files, places = self.files, self.document
+        return bool(self.tables or (files and files.changes) or (places and places.total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,11 @@ class Points:
                     files = await self._trees.diff(server, environment, older, newer, limit)
                     found[server.name] = Changes(kind, files=files)
                     continue
+                elif server.document:
+                    was, now = [await _document(connection, row, p, server, environment) for p in (a, b)]
+                    document = await keeper.diff(connection, was, now, limit)
+                    found[server.name] = Changes(kind, document=document)
+                    continue
                 else:
                     continue
                 found[server.name] = Changes(kind, tables)
@@ -144,6 +154,9 @@ class Points:
                     tree = await self._tree(connection, row, point, server)
                     files[server.name] = await self._trees.digest(server, environment, tree)
                     sums[server.name] = files_sum(files[server.name], memory=tree.memory)
+                elif server.document and point.name == HEAD:
+                    here = await _document(connection, row, point, server, environment)
+                    await keeper.move_sum(connection, environment, server.name, here, sums)
         parts = {server.name: part_of(server, sums) if server.stateful else None for server in environment.servers}
         # Every sum that wasn't known was computed; what has no part now has more than can be compared.
         parts = {name: OPAQUE if part is None and name in files else part for name, part in parts.items()}
@@ -164,6 +177,18 @@ class Points:
         return await self._databases.spot(
             server, environment, rollout=row if point.name == HEAD else None, checkpoint=point.checkpoint
         )
+
+
+async def _document(
+    connection: asyncpg.Connection,
+    row: asyncpg.Record,
+    point: Point,
+    server: LoadedServer,
+    environment: LoadedEnvironment,
+) -> keeper.At | None:
+    """Where a point is in the document of a server."""
+    rollout = row["id"] if point.name == HEAD else None
+    return await keeper.at(connection, environment, server.name, rollout=rollout, checkpoint=point.checkpoint)
 
 
 async def _point(connection: asyncpg.Connection, rollout: asyncpg.Record, name: str) -> Point:

@@ -14,12 +14,13 @@ import msgspec
 
 from megamcp.control import role_dsn
 from megamcp.databases import Reads
+from megamcp.demands import demand_open
 from megamcp.environments import Environments, LoadedServer
 from megamcp.errors import DeadlineExceeded, NoCapacity, Unprocessable
 from megamcp.handles import Mode, Signer
 from megamcp.plain import plain, read_exactly
 from megamcp.points import BASE, HEAD
-from megamcp.rollouts import Rollouts, demand_open
+from megamcp.rollouts import Rollouts
 from megamcp.settings import Settings
 from megamcp.state.rewrites import Rewriter, clock_calls
 from megamcp.state.statements import check_foreign_query, check_query

@@ -18,6 +18,7 @@ import asyncpg
 
 from megamcp import layers, state
 from megamcp import store as sql
+from megamcp.documents import journal
 from megamcp.environments import Environments
 from megamcp.errors import MegaMCPError
 from megamcp.failpoints import failpoint
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 BATCH = 500
 DEAD_ROWS = 10_000
 """Rows of dead layers that are deleted in one transaction."""
+DOCUMENT_AGE = timedelta(minutes=10)
+"""Contents of documents that nothing points at are kept so long: whoever made one may not have committed yet."""
 BUDGET_S = 5.0
 Step = Callable[[], Awaitable[int]]
 
@@ -69,6 +72,8 @@ class Reaper:
             "rollouts": self._end_rollouts,
             "leases": self._end_leases,
             "void checkpoints": self._void,
+            "document points": partial(self._sweep, "document points", journal.DROP_POINTS),
+            "documents": self._drop_contents,
             "loose layers": self._mark_dead,
             "layers": self._discard_layers,
             "checkpoints": self._drop_leaves,
@@ -115,6 +120,12 @@ class Reaper:
             if not await _alone(connection, name):
                 return 0
             return _count(await connection.execute(query, *arguments))
+
+    async def _drop_contents(self) -> int:
+        try:
+            return await self._sweep("documents", journal.DROP_BLOBS, DOCUMENT_AGE, BATCH)
+        except asyncpg.ForeignKeyViolationError:  # one was pointed at meanwhile: the next round leaves it out
+            return 0
 
     async def _void(self) -> int:
         async with self._store.transaction() as connection:

@@ -22,7 +22,9 @@ from megamcp import state
 from megamcp import store as sql
 from megamcp.databases import Databases, Freezer, columns, not_made
 from megamcp.databases import Point as DatabasePoint
+from megamcp.demands import alive, compared, demand_open, found
 from megamcp.digests import add, digest_of, files_sum
+from megamcp.documents import keeper
 from megamcp.environments import Environments, LoadedEnvironment
 from megamcp.errors import BadRequest, Conflict, DeadlineExceeded, Gone, NoCapacity, NotFound
 from megamcp.handles import new_id
@@ -216,6 +218,7 @@ class Rollouts:
                         sums[server.name] = add(sums.get(server.name), frozen.digest)
                         written = written or frozen.rows > 0
             sums |= {name: None if p.total is None else f"{p.total:032x}" for name, p in points.items()}
+            documents = await keeper.freeze(connection, row, environment, sums)
             sums |= {name: files_sum(kept.digest, memory=kept.memory) for name, kept in boxes.items()}
             made = await connection.fetchrow(
                 sql.PUBLISH_CHECKPOINT_AND_POINTS if points else sql.PUBLISH_CHECKPOINT,
@@ -234,6 +237,7 @@ class Rollouts:
                 raise not_made()
             if self._box_freezer and boxes:
                 await self._box_freezer.publish(connection, made, boxes)
+            await keeper.publish(connection, made, documents)
             return made
 
     @asynccontextmanager
@@ -291,6 +295,7 @@ class Rollouts:
                 await self.before_move(rollout)
             if not await connection.fetchval(sql.MOVE_BACK, rollout, checkpoint):
                 raise Gone(f"Checkpoint {checkpoint} was released.", code="checkpoint_gone")
+            await keeper.forget(connection, rollout, environment)
             if self._databases and environment.has_databases:
                 await self._databases.moved(connection, rollout, checkpoint)
             if self._boxes and environment.has_sandboxes:
@@ -315,7 +320,10 @@ class Rollouts:
         try:
             async with self._alone(rollout, grace, reason) as (connection, row):
                 ended = bool(await connection.fetchval(sql.END_ROLLOUT, rollout, status, expired))
-                if ended and (await self._environments.by_id(row["environment"], connection)).has_dedicated:
+                environment = await self._environments.by_id(row["environment"], connection)
+                if ended:
+                    await keeper.forget(connection, rollout, environment)
+                if ended and environment.has_dedicated:
                     await connection.execute(sql.TELL_MOVE, rollout, None)
                 if ended and self._databases:
                     await self._databases.left(connection, rollout)
@@ -452,48 +460,3 @@ class Rollouts:
         """Let go of a pin. Idempotent."""
         async with self._store.connection() as connection:
             await connection.execute(sql.UNPIN, checkpoint, owner)
-
-
-def found(row: asyncpg.Record | None, rollout: str) -> asyncpg.Record:
-    """The rollout's row. Raises `NotFound`."""
-    if row is None:
-        raise NotFound(
-            f"There is no rollout {rollout}.",
-            code="rollout_not_found",
-            hint="Open one with POST /v1/rollouts; ended ones are forgotten after a while.",
-        )
-    return row
-
-
-def alive(row: asyncpg.Record | None, checkpoint: str) -> asyncpg.Record:
-    """The checkpoint's row. Raises `NotFound`, or `Gone` when its lease has ended."""
-    if row is None:
-        raise NotFound(f"There is no checkpoint {checkpoint}.", code="checkpoint_not_found")
-    if not row["alive"]:
-        raise Gone(
-            f"Checkpoint {checkpoint} was released or its lease ended.",
-            code="checkpoint_gone",
-            hint="Renew or pin checkpoints that you want to come back to.",
-        )
-    return row
-
-
-def compared(rollout: asyncpg.Record, checkpoint: asyncpg.Record) -> asyncpg.Record:
-    """The checkpoint. Raises `Conflict` when it is of another environment version than the rollout."""
-    if checkpoint["environment"] != rollout["environment"]:
-        raise Conflict(
-            f"Checkpoint {checkpoint['id']} is of environment {checkpoint['environment_name']}.",
-            code="foreign_checkpoint",
-            hint="Only points of the same environment version can be compared.",
-        )
-    return checkpoint
-
-
-def demand_open(row: asyncpg.Record) -> None:
-    """Raises `Gone` for a rollout that has ended."""
-    if row["status"] != "open":
-        raise Gone(
-            f"Rollout {row['id']} is {row['status']}.",
-            code=f"rollout_{row['status']}",
-            hint="Its checkpoints may still be forked: POST /v1/checkpoints/{id}/fork.",
-        )

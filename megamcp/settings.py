@@ -120,6 +120,9 @@ class Settings(BaseSettings):
         1_000, gt=0, description="Most rows that a diff lists for each table, and files for each server."
     )
 
+    document_bytes: int = Field(
+        32 << 20, gt=0, le=256 << 20, description="Largest document of a tool server with state of kind `document`."
+    )
     max_body_bytes: int = Field(4 << 20, gt=0, description="Largest request body.")
     max_result_bytes: int = Field(16 << 20, gt=0, description="Largest result taken from a tool server.")
     queue_per_rollout: int = Field(64, gt=0, description="Calls of one rollout that may wait; one more gets 429.")

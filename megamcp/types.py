@@ -228,16 +228,42 @@ class FilesDiff(View):
     truncated: bool = Field(False, description="More paths differ than the gateway lists.")
 
 
+class Place(View):
+    """A place in a document that is there at one of two points."""
+
+    path: str = Field(description="JSON pointer (RFC 6901).")
+    value: Any
+
+
+class PlaceChange(View):
+    """A place in a document with another value."""
+
+    path: str = Field(description="JSON pointer (RFC 6901).")
+    before: Any
+    after: Any
+
+
+class DocumentDiff(View):
+    """Places of a document that differ between two points."""
+
+    added: list[Place]
+    removed: list[Place]
+    changed: list[PlaceChange]
+    total: int = Field(description="Places that differ, listed or not.")
+    truncated: bool = Field(False, description="More places differ than the gateway lists.")
+
+
 class ServerDiff(View):
     """What differs in one server's state: what its kind has, and nothing else."""
 
     kind: str
     tables: dict[str, TableDiff] = Field(default_factory=dict)
     files: FilesDiff | None = Field(None, description="Of a server in a sandbox. Its memory can't be compared.")
+    document: DocumentDiff | None = Field(None, description="Of a server that keeps a document.")
 
 
 class Diff(View):
-    """What differs between two points, per server. Servers, tables and files without a difference are left out."""
+    """What differs between two points, per server. What has no difference is left out."""
 
     rollout: str
     from_: str = Field(alias="from", serialization_alias="from")

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from megamcp import outages
 from megamcp import types as t
 from megamcp.bodies import problem
+from megamcp.documents.difference import DocumentDiff
 from megamcp.environments import LoadedEnvironment
 from megamcp.errors import BadRequest, MegaMCPError, NotFound
 from megamcp.points import Changes
@@ -79,6 +80,18 @@ def changes_view(changes: Changes) -> t.ServerDiff:
         kind=changes.kind,
         tables={name: table_view(table) for name, table in changes.tables.items()},
         files=files_view(changes.files) if changes.files and changes.files.changes else None,
+        document=document_view(changes.document) if changes.document else None,
+    )
+
+
+def document_view(found: DocumentDiff) -> t.DocumentDiff:
+    """A document's changes as the wire shows them."""
+    return t.DocumentDiff(
+        added=[t.Place(path=path, value=value) for path, value in found.added],
+        removed=[t.Place(path=path, value=value) for path, value in found.removed],
+        changed=[t.PlaceChange(path=one.path, before=one.before, after=one.after) for one in found.changed],
+        total=found.total,
+        truncated=found.truncated,
     )
 
 

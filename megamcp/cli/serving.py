@@ -121,7 +121,7 @@ class _StartSpinner(logging.Handler):
 
 
 def tool_server(
-    entry: Annotated[str, typer.Argument(help="package.module:attribute of a megamcp.sdk.Server.")],
+    entry: Annotated[str, typer.Argument(help="package.module:attribute of a megamcp.sdk.Server or of a plain class.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8700,
     socket: Annotated[
@@ -137,8 +137,8 @@ def tool_server(
 ) -> None:
     """Run one tool server alone, over HTTP at /mcp.
 
-    Without state it serves any MCP client. With --environment (or a DSN in MEGAMCP_TOOL_DSN) it serves the gateway, for
-    environments that name its url.
+    Without state it serves any MCP client; a plain class keeps one object for all of them. With --environment (or a DSN
+    in MEGAMCP_TOOL_DSN) it serves the gateway, for environments that name its url.
     """
     out = Output(as_json=False)
     with failing_clearly(out):

@@ -220,7 +220,7 @@ def query(found: t.QueryResult, width: int) -> RenderableType:
 
 
 def diff(found: t.Diff, *, limit: int = SHOWN_ROWS) -> RenderableType:
-    """Every table and every file that differs: `+` added, `-` removed, `~` changed."""
+    """Every table, file and document that differs: `+` added, `-` removed, `~` changed."""
     lines = list(diff_lines(found, limit=limit))
     return Group(*lines) if lines else Text(f"No difference between {found.from_} and {found.to}.", style="dim")
 
@@ -240,6 +240,8 @@ def diff_lines(found: t.Diff, *, limit: int = SHOWN_ROWS) -> Iterator[Text]:
                 yield Text(f"    … {len(shown) - limit} more (--json shows all)", style="dim")
         if state.files is not None:
             yield from _file_lines(server, state.files, limit)
+        if state.document is not None:
+            yield from _document_lines(server, state.document, limit)
 
 
 def _file_lines(server: str, files: t.FilesDiff, limit: int) -> Iterator[Text]:
@@ -268,6 +270,23 @@ def _path(found: tuple[str, str, t.FileChange]) -> str:
 def plain(text: str) -> str:
     """The text as a terminal may be given it: what would move or colour it is written out."""
     return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _document_lines(server: str, found: t.DocumentDiff, limit: int) -> Iterator[Text]:
+    """The places of one server's document."""
+    parts = (("+", len(found.added)), ("-", len(found.removed)), ("~", len(found.changed)))
+    counts = " ".join(f"{sign}{count}" for sign, count in parts if count)
+    more = f" of {found.total} places that differ" if found.truncated else ""
+    yield Text.assemble((f"{server} document", "bold"), (f"  {counts}{more}", "dim"))
+    shown = [
+        *(("+ ", "green", place.path, value(place.value)) for place in found.added),
+        *(("- ", "red", place.path, value(place.value)) for place in found.removed),
+        *(("~ ", "yellow", one.path, f"{value(one.before)} → {value(one.after)}") for one in found.changed),
+    ]
+    for sign, style, path, told in shown[:limit]:
+        yield Text.assemble("  ", (sign, style), plain(path) or "(all of it)", " ", (told, "dim"))
+    if len(shown) > limit:
+        yield Text(f"    … {len(shown) - limit} more (--json shows all)", style="dim")
 
 
 def row_lines(rows: t.TableDiff, table: str = "") -> Iterator[Text]:

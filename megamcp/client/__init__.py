@@ -35,6 +35,7 @@ from megamcp.errors import (
 from megamcp.types import (
     Diff,
     Digest,
+    DocumentDiff,
     Environment,
     EnvironmentServer,
     Event,
@@ -55,6 +56,7 @@ __all__ = [
     "DeadlineExceeded",
     "Diff",
     "Digest",
+    "DocumentDiff",
     "Environment",
     "EnvironmentServer",
     "Event",

@@ -14,13 +14,16 @@ arguments, whose JSON Schema comes from the annotations and whose descriptions c
 call is one transaction that holds its record, its effects and its result; a tool never commits. Raise
 `ToolError` to refuse.
 
-The modules, from the author's side to the machine's: server (registry), signature and docstring (schemas),
-inject, results, calls (exactly once), database (the guarded pool), rpc and endpoint (the wire), process (the
-runner).
+A plain class is a tool server too: `megamcp.sdk.classes`.
+
+The modules, from the author's side to the machine's: server (registry), classes (plain ones), signature and docstring
+(schemas), inject, results, calls (exactly once), documents and instances (state of kind `document`), database (the
+guarded pool), rpc and endpoint (the wire), process (the runner).
 """
 
 from typing import TYPE_CHECKING, Any
 
+from megamcp.sdk.classes import read_only
 from megamcp.sdk.inject import Clock, Context, Random
 from megamcp.sdk.results import ToolError
 from megamcp.sdk.server import Server, Tool
@@ -37,6 +40,7 @@ __all__ = [
     "Tool",
     "ToolError",
     "ToolSignatureError",
+    "read_only",
     "serve_tool_server",
 ]
 

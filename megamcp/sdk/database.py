@@ -169,6 +169,15 @@ class Database:
                 task.add_done_callback(self._closing.discard)
                 await asyncio.shield(task)
 
+    async def aside(self, query: str, *arguments: Any) -> None:
+        """Runs one query on a connection of its own, besides those of the pool: who holds one of these can't wait for
+        another."""
+        connection = await self._connect()
+        try:
+            await connection.execute(query, *arguments)
+        finally:
+            await connection.close(timeout=CLOSE_S)
+
     async def _tidy(self, lease: Lease) -> bool:
         """Whether a connection may serve another call. Statements of a `schema` state leave nothing in a session."""
         return True

@@ -17,6 +17,7 @@ server's clients collide, so an id names no call).
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ import msgspec
 from megamcp.sdk import rpc
 from megamcp.sdk.calls import Call, run_recorded
 from megamcp.sdk.database import Database, Lease
+from megamcp.sdk.documents import Documents, Run
 from megamcp.sdk.inject import Clock, Context, Random
 from megamcp.sdk.own import OwnDatabases
 from megamcp.sdk.results import CallRefused, Outcome
@@ -47,16 +49,23 @@ class Disconnected(Exception):
 
 
 class ToolApp:
-    """The ASGI application of one server. With a `dsn`, calls that carry a state handle are recorded."""
+    """The ASGI application of one server. With a `dsn`, calls that carry a state handle are recorded.
 
-    def __init__(self, server: Server, *, dsn: str | None = None, pool_size: int = 8) -> None:
+    `alone`: no gateway's, so that a plain class may keep its state in this process.
+    """
+
+    def __init__(self, server: Server, *, dsn: str | None = None, pool_size: int = 8, alone: bool = False) -> None:
         self.server = server
+        self._documents = Documents(server.kept) if server.kept else None
+        self._alone = alone and dsn is None
         self._database = Database(dsn, pool_size) if dsn else None
         self._owned = OwnDatabases()
         self._static = rpc.StaticAnswers(server)
         self._running = 0
 
     async def aclose(self) -> None:
+        if self._documents is not None:
+            self._documents.close()
         await self._owned.aclose()
         if self._database is not None:
             await self._database.aclose()
@@ -134,27 +143,46 @@ class ToolApp:
     async def _call(self, tool: Tool, raw: bytes, headers: Headers, context: Context) -> Outcome:
         parsed = tool.parse(raw)
         handle = headers.handle
-        database = self._owned.of(headers.database) if headers.database else self._database
+        database = self._owned.of(headers.database) if headers.database and not self._documents else self._database
         if database is None or handle is None:
-            if tool.needs_state:
-                missing = "state handle" if database is not None else "database"
-                raise CallRefused(
-                    "no_state",
-                    f"Tool {tool.name} works on a rollout's state, but this call has no {missing}.",
-                    rpc=-32001,
-                )
-            if isinstance(parsed, Outcome):
-                return parsed
-            return await tool.run(parsed, lease=None, clock=Clock(), random=Random(), context=context)
+            return await self._unrecorded(tool, parsed, context, "state handle" if database else "database")
 
         async def body(lease: Lease, clock: Clock, random: Random) -> Outcome:
             if isinstance(parsed, Outcome):
                 return parsed
-            return await tool.run(parsed, lease=lease, clock=clock, random=random, context=context)
+            if self._documents is None:
+                return await tool.run(parsed, lease=lease, clock=clock, random=random, context=context)
+            run = _on_object(tool, parsed, context)
+            return await self._documents.call(database, lease, handle, tool.read_only, run)
 
-        reads_clock = Injected.CLOCK in tool.signature.injected.values()
+        # A document's clock stands where the environment's does; others are moved, so they have to be asked.
+        reads_clock = Injected.CLOCK in tool.signature.injected.values() and self._documents is None
         call = Call(handle, tool.name, raw.decode(), tool.read_only, reads_clock)
         return await run_recorded(database, call, body)
+
+    async def _unrecorded(
+        self, tool: Tool, parsed: dict[str, Any] | Outcome, context: Context, missing: str
+    ) -> Outcome:
+        if tool.needs_state or (self._documents and not self._alone):
+            what = f"Tool {tool.name} works on a rollout's state, but this call has no {missing}."
+            where = " Its environment has to say that its state is of kind document." if self._documents else ""
+            raise CallRefused("no_state", what + where, rpc=-32001)
+        if isinstance(parsed, Outcome):
+            return parsed
+        if self._documents:
+            return await self._documents.alone(tool.read_only, _on_object(tool, parsed, context))
+        return await tool.run(parsed, lease=None, clock=Clock(), random=Random(), context=context)
+
+
+def _on_object(tool: Tool, arguments: dict[str, Any], context: Context) -> Run:
+    """A call of a method."""
+
+    async def run(instance: Any, now: datetime | None) -> Outcome:
+        return await tool.run(
+            arguments, lease=None, clock=Clock(now), random=Random(), context=context, instance=instance
+        )
+
+    return run
 
 
 class _Stream:

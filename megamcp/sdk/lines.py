@@ -18,6 +18,7 @@ from io import RawIOBase
 import msgspec
 
 from megamcp.sdk import rpc
+from megamcp.sdk.classes import Kept
 from megamcp.sdk.inject import Clock, Context, Random
 from megamcp.sdk.interrupts import STOPPED, Interrupts
 from megamcp.sdk.process import EntryError, load_entry
@@ -44,6 +45,8 @@ class Lines:
     def __init__(self, entry: str | Server) -> None:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         self._server = entry if isinstance(entry, Server) else load_entry(entry)
+        # Of a plain class, this process's one object is the state.
+        self._instance = self._server.kept.cls() if isinstance(self._server.kept, Kept) else None
         self._static = rpc.StaticAnswers(self._server)
         self._interrupts = Interrupts()
 
@@ -103,7 +106,9 @@ class Lines:
         context = Context(tool.name, report if call.progress_token else None)
         assert request.id is not None
         with self._interrupts.running(request.id) as started:
-            return tool.run_here(parsed, clock=Clock(), random=Random(), context=context, started=started)
+            return tool.run_here(
+                parsed, clock=Clock(), random=Random(), context=context, started=started, instance=self._instance
+            )
 
 
 def main() -> int:

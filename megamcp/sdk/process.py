@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from megamcp.sdk.server import Server
+from megamcp.sdk.signature import ToolSignatureError
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ class EntryError(Exception):
 
 
 def load_entry(entry: str) -> Server:
-    """`package.module:attribute` → its Server. Raises EntryError with what was wrong."""
+    """`package.module:attribute` → its Server, or the one that a plain class makes. Raises EntryError with what was
+    wrong."""
     module_name, _, attribute = entry.partition(":")
     if not module_name or not attribute:
         raise EntryError(f"{entry!r} is not of the form package.module:attribute")
@@ -49,8 +52,13 @@ def load_entry(entry: str) -> Server:
         log.debug("import of %s failed", module_name, exc_info=True)
         raise EntryError(f"can't import {module_name}: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
+    if isinstance(found, type):
+        try:
+            return Server.of(found)
+        except ToolSignatureError as error:
+            raise EntryError(f"{entry}: {error}") from error
     if not isinstance(found, Server):
-        raise EntryError(f"{entry} is {type(found).__name__}, not a megamcp.sdk.Server")
+        raise EntryError(f"{entry} is {type(found).__name__}, not a megamcp.sdk.Server or a class")
     return found
 
 
@@ -72,7 +80,7 @@ def serve_tool_server(
     # Taken out of the environment, so that neither a tool nor a program that it starts shows the password by chance.
     dsn = dsn or os.environ.pop("MEGAMCP_TOOL_DSN", None) or None
     pool = pool_size or _pool_from_environment()
-    app = server.asgi_app(dsn, pool_size=pool)
+    app = server.asgi_app(dsn, pool_size=pool, alone=not child)
     listener = _listen_unix(socket) if socket else sockets.create_server((host, port))
     try:
         config = uvicorn.Config(
@@ -87,6 +95,8 @@ def serve_tool_server(
             timeout_graceful_shutdown=GRACE_S,
         )
         log.info("tool server %s: %d tools at %s", server.name, len(server.tools), socket or listener.getsockname())
+        # Documents are many small objects that stay: a collection for each 700 of them doubles the time to load one.
+        gc.set_threshold(20_000, 20, 50)
         running = _Uvicorn(config)
         if child:
             _die_with_parent()
@@ -158,15 +168,33 @@ def _pool_from_environment() -> int:
     return int(text)
 
 
+async def _program(command: list[str], load: str, dump: str) -> Server:
+    from megamcp.sdk.programs import ProgramFailed, program_server
+
+    try:
+        return await program_server(command, load, dump)
+    except ProgramFailed as error:
+        raise EntryError(f"{error} {error.hint or ''}") from error
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megamcp.sdk", description="Serve a tool server.")
-    parser.add_argument("entry", help="package.module:attribute of a megamcp.sdk.Server")
+    parser.add_argument(
+        "entry", nargs="?", help="package.module:attribute of a megamcp.sdk.Server, or of a plain class"
+    )
     parser.add_argument("--socket", required=True, help="path of the unix socket to listen on")
+    parser.add_argument("--load", help="of a program instead of an entry: its tool that takes the document")
+    parser.add_argument("--dump", help="its tool that gives the document")
+    parser.add_argument("--program", nargs=argparse.REMAINDER, help="the program and its arguments; the last option")
     options = parser.parse_args(arguments)
+    if bool(options.entry) == bool(options.program):
+        parser.error("give an entry or a program")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
-        serve_tool_server(options.entry, socket=options.socket, child=True)
+        dsn = os.environ.pop("MEGAMCP_TOOL_DSN", None)  # before a program is started that would see it
+        entry = options.entry or asyncio.run(_program(options.program, options.load, options.dump))
+        serve_tool_server(entry, socket=options.socket, child=True, dsn=dsn)
     except (EntryError, OSError) as error:
         log.error("%s", error)
         return 2

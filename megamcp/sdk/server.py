@@ -10,7 +10,7 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -20,6 +20,7 @@ import msgspec
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
+from megamcp.sdk.classes import Keeper, Kept, is_read_only, methods
 from megamcp.sdk.database import Lease
 from megamcp.sdk.inject import Clock, Context, Random
 from megamcp.sdk.interrupts import Stop, stops_task, stops_thread
@@ -86,9 +87,10 @@ class Tool:
         clock: Clock,
         random: Random,
         context: Context,
+        instance: Any = None,
     ) -> Outcome:
         """Every exception of the tool becomes an outcome; only cancellation passes."""
-        self._inject(arguments, lease=lease, clock=clock, random=random, context=context)
+        self._inject(arguments, lease=lease, clock=clock, random=random, context=context, instance=instance)
         try:
             if self.signature.is_async:
                 value = await self.function(**arguments)
@@ -107,11 +109,12 @@ class Tool:
         random: Random,
         context: Context,
         started: Callable[[Stop], None],
+        instance: Any = None,
     ) -> Outcome:
         """`run` to its end in this thread, for a server without a state of ours. An `async def` tool gets an event loop
         of its own, of which nothing is left afterwards. `started` is told how to stop the tool; that raises
         `interrupts.STOPPED` here."""
-        self._inject(arguments, lease=None, clock=clock, random=random, context=context)
+        self._inject(arguments, lease=None, clock=clock, random=random, context=context, instance=instance)
 
         async def alone() -> Any:
             started(stops_task())
@@ -128,7 +131,14 @@ class Tool:
         return self._returned(value)
 
     def _inject(
-        self, arguments: dict[str, Any], *, lease: Lease | None, clock: Clock, random: Random, context: Context
+        self,
+        arguments: dict[str, Any],
+        *,
+        lease: Lease | None,
+        clock: Clock,
+        random: Random,
+        context: Context,
+        instance: Any,
     ) -> None:
         for name, kind in self.signature.injected.items():
             match kind:
@@ -141,6 +151,8 @@ class Tool:
                     arguments[name] = random
                 case Injected.CONTEXT:
                     arguments[name] = context
+                case Injected.INSTANCE:
+                    arguments[name] = instance
 
     def _raised(self, error: Exception) -> Outcome:
         outcome, expected = from_exception(error)
@@ -168,7 +180,24 @@ class Server:
         self.name = name
         self.instructions = instructions
         self.version = version or "0"
+        self.kept: Keeper | None = None
+        """Whose objects hold the state, where a class is the server."""
         self._tools: dict[str, Tool] = {}
+
+    @classmethod
+    def of(cls, kept: type) -> "Server":
+        """A plain class as a tool server (see `classes`). Raises ToolSignatureError."""
+        server = cls(kept.__name__, inspect.getdoc(kept) if kept.__doc__ else None)
+        server.kept = Kept.of(kept)
+        for name, function in methods(kept):
+            server._add(function, name, method=True, read_only=is_read_only(function))
+        if not server._tools:
+            raise ToolSignatureError(f"class {kept.__qualname__} has no public method: nothing to be a tool")
+        return server
+
+    def adopt(self, tools: Iterable[Tool]) -> None:
+        """Tools that were made elsewhere."""
+        self._tools |= {tool.name: tool for tool in tools}
 
     @property
     def tools(self) -> Mapping[str, Tool]:
@@ -213,45 +242,71 @@ class Server:
         """
 
         def add(function: Function) -> Function:
-            tool_name = name or function.__name__
-            if not _NAME.fullmatch(tool_name):
-                raise ToolSignatureError(f"{tool_name!r} is no tool name: 1-128 of letters, digits, '_', '-', '.'")
-            if tool_name in self._tools:
-                taken = self._tools[tool_name].function
-                raise ToolSignatureError(
-                    f"tool {tool_name!r} is defined twice ({inspect.getfile(taken)}, {taken.__qualname__})"
-                )
-            if read_only and destructive:
-                raise ToolSignatureError(f"tool {tool_name!r}: read_only and destructive contradict each other")
-            signature = read_signature(function, tool_name)
-            if read_only and Injected.RANDOM in signature.injected.values():
-                raise ToolSignatureError(f"tool {tool_name!r}: a draw from Random is a write, so it can't be read_only")
-            hints = {
-                "title": title,
-                "readOnlyHint": read_only,
-                "destructiveHint": destructive,
-                "idempotentHint": idempotent,
-                "openWorldHint": open_world,
-            }
-            self._tools[tool_name] = Tool(
-                name=tool_name,
-                function=function,
-                signature=signature,
+            self._add(
+                function,
+                name or function.__name__,
                 read_only=read_only,
+                destructive=destructive,
+                idempotent=idempotent,
+                open_world=open_world,
                 title=title,
-                description=signature.description if description is None else description,
-                annotations={key: value for key, value in hints.items() if value is not None},
+                description=description,
             )
             return function
 
         return add if function is None else add(function)
 
-    def asgi_app(self, dsn: str | None = None, *, pool_size: int = 8) -> "ToolApp":
+    def _add(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        *,
+        method: bool = False,
+        read_only: bool = False,
+        destructive: bool | None = None,
+        idempotent: bool | None = None,
+        open_world: bool | None = None,
+        title: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        if not _NAME.fullmatch(name):
+            raise ToolSignatureError(f"{name!r} is no tool name: 1-128 of letters, digits, '_', '-', '.'")
+        if name in self._tools:
+            taken = self._tools[name].function
+            raise ToolSignatureError(f"tool {name!r} is defined twice ({inspect.getfile(taken)}, {taken.__qualname__})")
+        if read_only and destructive:
+            raise ToolSignatureError(f"tool {name!r}: read_only and destructive contradict each other")
+        signature = read_signature(function, name, method=method)
+        asked = set(signature.injected.values())
+        if read_only and Injected.RANDOM in asked:
+            raise ToolSignatureError(f"tool {name!r}: a draw from Random is a write, so it can't be read_only")
+        if method and (foreign := sorted(asked & {Injected.DB, Injected.RANDOM})):
+            raise ToolSignatureError(
+                f"tool {name!r}: a method of a plain class has no {foreign[0]}; keep it in the object"
+            )
+        hints = {
+            "title": title,
+            "readOnlyHint": read_only,
+            "destructiveHint": destructive,
+            "idempotentHint": idempotent,
+            "openWorldHint": open_world,
+        }
+        self._tools[name] = Tool(
+            name=name,
+            function=function,
+            signature=signature,
+            read_only=read_only,
+            title=title,
+            description=signature.description if description is None else description,
+            annotations={key: value for key, value in hints.items() if value is not None},
+        )
+
+    def asgi_app(self, dsn: str | None = None, *, pool_size: int = 8, alone: bool = False) -> "ToolApp":
         """MCP at `/mcp`, as an ASGI application for the running loop. `aclose()` it, or let its lifespan do
-        so."""
+        so. `alone`: not a gateway's."""
         from megamcp.sdk.endpoint import ToolApp
 
-        return ToolApp(self, dsn=dsn, pool_size=pool_size)
+        return ToolApp(self, dsn=dsn, pool_size=pool_size, alone=alone)
 
 
 def _integral(raw: bytes, error: ValidationError) -> bytes | None:

@@ -35,6 +35,8 @@ class Injected(StrEnum):
     CLOCK = "clock"
     RANDOM = "random"
     CONTEXT = "context"
+    INSTANCE = "instance"
+    """The object whose method the tool is."""
 
 
 INJECTED_TYPES: dict[Any, Injected] = {
@@ -43,6 +45,10 @@ INJECTED_TYPES: dict[Any, Injected] = {
     Random: Injected.RANDOM,
     Context: Injected.CONTEXT,
 }
+
+
+_ANYWHERE = (Injected.CLOCK, Injected.INSTANCE)
+"""What needs no event loop."""
 
 
 class ToolSignatureError(TypeError):
@@ -75,8 +81,9 @@ class _Schema(GenerateJsonSchema):
         return False
 
 
-def read_signature(function: Callable[..., Any], tool: str) -> Signature:
-    """Raises ToolSignatureError where the function can't be called from JSON arguments."""
+def read_signature(function: Callable[..., Any], tool: str, *, method: bool = False) -> Signature:
+    """Raises ToolSignatureError where the function can't be called from JSON arguments. Of a `method`, the first
+    parameter is the object."""
     where = f"tool {tool!r} ({getattr(function, '__qualname__', function)!s})"
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ToolSignatureError(f"{where}: generators can't be tools; return a list, or report progress by Context")
@@ -90,6 +97,9 @@ def read_signature(function: Callable[..., Any], tool: str) -> Signature:
             raise ToolSignatureError(f"{where}: {parameter} has no JSON Schema; name every parameter")
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ToolSignatureError(f"{where}: parameter {name!r} is positional-only, but arguments come by name")
+        if method and not injected and not fields:
+            injected[name] = Injected.INSTANCE
+            continue
         if name not in hints:
             raise ToolSignatureError(f"{where}: parameter {name!r} needs a type annotation")
         if kind := INJECTED_TYPES.get(hints[name]):
@@ -104,7 +114,7 @@ def read_signature(function: Callable[..., Any], tool: str) -> Signature:
     if "return" not in hints:
         raise ToolSignatureError(f"{where}: needs a return annotation (-> None if there is no result)")
     is_async = inspect.iscoroutinefunction(function)
-    if not is_async and (loop := sorted(k for k, kind in injected.items() if kind is not Injected.CLOCK)):
+    if not is_async and (loop := sorted(k for k, kind in injected.items() if kind not in _ANYWHERE)):
         raise ToolSignatureError(f"{where}: takes {', '.join(loop)}, so it must be `async def` (def runs in a thread)")
     arguments = _arguments_adapter(tool, fields, defaults, where)
     output, output_schema, wraps = _output(hints["return"], where)

@@ -13,12 +13,17 @@ The loader, which may be a superuser, evaluates nothing of an environment itself
 run SQL as the owner and as the view role. PostgreSQL refuses SET ROLE inside them, so no text gets out of its role.
 """
 
+import asyncio
 from typing import Any
+
+import asyncpg
 
 from megamcp.state.catalog import Catalog
 from megamcp.state.clock import next_value, shown_by
 from megamcp.state.companions import schema_name
 from megamcp.state.names import hidden, ident, literal
+
+_ATTEMPTS = 20
 
 # Roles are cluster-wide, so another database may make the same one at this moment.
 _ROLE = """do $do$ begin
@@ -27,6 +32,27 @@ _ROLE = """do $do$ begin
   end if;
 end $do$;
 """
+
+
+async def patiently(conn: Any, sql: str) -> None:
+    """Changes roles. They belong to the whole cluster: another database that changes the same one makes this fail."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            async with conn.transaction():
+                await conn.execute(sql)
+            return
+        except asyncpg.InternalServerError as error:
+            if "concurrently" not in str(error) or attempt == _ATTEMPTS - 1:
+                raise
+        await asyncio.sleep(0.02 * (attempt + 1))
+
+
+async def no_temporary_tables(conn: Any, tool: str) -> None:
+    """A temporary table would outlive the call on a pooled connection and show in another rollout's calls."""
+    held = await conn.fetchval("select has_database_privilege($1, current_database(), 'temporary')", tool)
+    if held:
+        name = await conn.fetchval("select quote_ident(current_database())")
+        await conn.execute(f"revoke temporary on database {name} from public")
 
 
 def role(name: str, options: str) -> str:

@@ -9,7 +9,6 @@ Binding a transaction to a chain, the lifecycle of layers and locks between call
 control plane do that.
 """
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Sequence
@@ -47,7 +46,6 @@ from megamcp.state.names import LAYER, ROW, hidden, ident, literal
 from megamcp.state.queries import text
 
 COMPILER_VERSION = 20
-_ATTEMPTS = 20
 MODULUS = 1 << 128
 
 
@@ -216,7 +214,7 @@ async def _compile(
     made = SchemaState(name, (), await conn.fetchval("select megamcp.deployment()"))
     s, v, owner, view = made.hidden_schema, made.visible_schema, made.owner_role, made.view_role
     roles = {owner: "nologin", view: "nologin", made.tool_role: "login", made.query_role: "login"}
-    await _patiently(conn, "".join(rights.role(r, o) for r, o in roles.items()) + rights.membership(tuple(roles)))
+    await rights.patiently(conn, "".join(rights.role(r, o) for r, o in roles.items()) + rights.membership(tuple(roles)))
     await conn.execute(rights.schemas(s, v, owner, view) + rights.confined(s, v, owner, view))
     await rights.as_owner(conn, s, clocks.core(s, v) + rights.while_loading(s, view))
     ours = [
@@ -254,7 +252,7 @@ async def _compile(
         + rights.grants(s, v, found, (owner, view, made.tool_role, made.query_role))
         + user_triggers.rights(v, found, owner, (made.tool_role, made.query_role))
     )
-    await _no_temporary_tables(conn, made.tool_role)
+    await rights.no_temporary_tables(conn, made.tool_role)
     state = replace(made, tables=tuple(TableInfo(t.name, t.names, t.identity) for t in found.tables))
     await conn.execute(f"comment on schema {ident(s)} is {literal(json.dumps(state.to_json()))}")
     for done, table in enumerate(found.tables):
@@ -362,18 +360,10 @@ async def _rewrite_functions(conn: Any, v: str, found: catalog.Catalog) -> None:
         raise refused(problems)
 
 
-async def _no_temporary_tables(conn: Any, tool: str) -> None:
-    """A temporary table would outlive the call on a pooled connection and show in another rollout's calls."""
-    held = await conn.fetchval("select has_database_privilege($1, current_database(), 'temporary')", tool)
-    if held:
-        name = await conn.fetchval("select quote_ident(current_database())")
-        await conn.execute(f"revoke temporary on database {name} from public")
-
-
 async def reset_logins(conn: Any, state: SchemaState, tool: str, query: str) -> None:
     """Passwords and settings of the two logins as if just made: each may change its own, nobody can forbid it."""
     path = f"{ident(state.visible_schema)}, pg_catalog, pg_temp"
-    await _patiently(
+    await rights.patiently(
         conn,
         f"alter role {ident(state.tool_role)} reset all; alter role {ident(state.query_role)} reset all;"
         f"alter role {ident(state.tool_role)} password {literal(tool)};"
@@ -390,19 +380,6 @@ async def reset_logins(conn: Any, state: SchemaState, tool: str, query: str) -> 
         + f"alter role {ident(state.query_role)} set default_transaction_read_only = on;"
         f"alter role {ident(state.query_role)} set statement_timeout = '10s';",
     )
-
-
-async def _patiently(conn: Any, sql: str) -> None:
-    """Changes roles. They belong to the whole cluster: another database that changes the same one makes this fail."""
-    for attempt in range(_ATTEMPTS):
-        try:
-            async with conn.transaction():
-                await conn.execute(sql)
-            return
-        except asyncpg.InternalServerError as error:
-            if "concurrently" not in str(error) or attempt == _ATTEMPTS - 1:
-                raise
-        await asyncio.sleep(0.02 * (attempt + 1))
 
 
 async def freeze(conn: Any, state: SchemaState, chain: Sequence[int], head: int) -> Frozen:

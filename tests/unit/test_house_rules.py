@@ -59,6 +59,7 @@ DIRECTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         "megamcp/sdk",
         (
             "megamcp.sdk",
+            "megamcp.documents.content",
             "megamcp.errors",
             "megamcp.outages",
             "megamcp.plain",
