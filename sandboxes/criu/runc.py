@@ -16,6 +16,7 @@ from sandboxes.types import SandboxError
 
 _TAIL = 1500
 _TIMEOUT_S = 120.0
+_BECOMING_S = 10.0
 _CRIU = ("--file-locks", "--tcp-established")
 """What CRIU refuses to write unless it is told to."""
 _CAP_SYS_RESOURCE = 24
@@ -103,7 +104,9 @@ class Runc:
         if reason:
             await self.delete(name)
             raise SandboxError("start_failed", _from_log(bundle / "restore.log") or reason)
-        return int(pid_file.read_text())
+        pid = int(pid_file.read_text())
+        await _became(pid)
+        return pid
 
     async def _ran(
         self, log: Path | None, *words: str, streams: tuple[int, int, int] | None = None, around: tuple[str, ...] = ()
@@ -139,6 +142,17 @@ def _capable(number: int) -> bool:
 
 
 _CAN_ASK = _capable(_CAP_SYS_RESOURCE)
+
+
+async def _became(pid: int) -> None:
+    """Returns when a container's first process is the program itself: runc ends a moment before, and what it runs until
+    then can't be dumped. Nothing tells of it but the process's name."""
+    give_up = asyncio.get_running_loop().time() + _BECOMING_S
+    with contextlib.suppress(OSError):  # it has ended already
+        while Path(f"/proc/{pid}/comm").read_text().startswith("runc:["):
+            if asyncio.get_running_loop().time() > give_up:
+                return
+            await asyncio.sleep(0.001)
 
 
 def _last_error(log: Path) -> str:
