@@ -123,8 +123,9 @@ def _runtime(kind: Kind, report: Report | None) -> Finding:
         return Finding(name, False, "not in this version")
     if not report.works:
         return Finding(name, False, report.reason)
-    keeps = "keeps " + " and ".join(report.features) if report.features else "works"
-    return Finding(name, True, f"{keeps}{f'; {report.reason}' if report.reason else ''}")
+    return Finding(
+        name, True, ", ".join(report.features or ("works",)) + (f"; {report.reason}" if report.reason else "")
+    )
 
 
 @asynccontextmanager

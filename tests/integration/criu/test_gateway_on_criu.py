@@ -1,0 +1,47 @@
+"""The gateway over CRIU: a server of ours that no fork can freeze, and sandboxes that wait on disk, memory and all."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.integration.criu.conftest import Host
+from tests.integration.sandboxed.conftest import database_with, environment, gateway_on
+
+AUTO = 'name = "auto"\n[servers.auto]\nentry = "threaded_server:server"\n[servers.auto.state]\nkind = "process"\n'
+
+
+@asynccontextmanager
+async def elsewhere() -> AsyncIterator[Path]:
+    """A folder that isn't below /tmp, of which every sandbox has its own."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.criu
+async def test_a_server_with_a_thread_is_frozen_by_criu_and_parked_with_its_memory(
+    host: Host, postgres_dsn: str, tmp_path: Path
+) -> None:
+    async with (
+        elsewhere() as top,
+        database_with(postgres_dsn, environment(top, AUTO, "memo_server", "threaded_server")) as dsn,
+        gateway_on(dsn, sandbox_dir=tmp_path / "keeper", sandbox_park_s=0.5, dedicated_idle_s=0.5) as running,
+    ):
+        rollout = await running.client.open("auto")
+        await rollout.call("put", key="k", value="v")
+        store = running.gateway.services.store
+        query = "select runtime, status from megamcp.sandboxes where rollout = $1"
+        async with asyncio.timeout(60):
+            while tuple(await store.row(query, rollout.id)) != ("criu", "parked"):
+                await asyncio.sleep(0.1)
+        assert (await rollout.call("items")).structured == {"k": "v"}
+        point = await rollout.checkpoint()
+        await rollout.call("put", key="k", value="later")
+        (fork,) = await point.fork()
+        assert (await fork.call("items")).structured == {"k": "v"}
+        await rollout.rollback(point)
+        assert (await rollout.call("items")).structured == {"k": "v"}
