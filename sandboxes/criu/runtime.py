@@ -330,6 +330,7 @@ class Criu:
         for name in list(self._sandboxes):
             await self.remove(name)
         if _root():
+            await asyncio.to_thread(groups.clear, self._group)
             self._runc.close()
 
 
