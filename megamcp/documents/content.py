@@ -11,7 +11,7 @@ A document is a tree: what two places of it share is two things once it was load
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import msgspec
@@ -25,6 +25,8 @@ _FEW = 32
 _GROUP = 128
 """Of one with more, so many items are packed at once."""
 _DEPTH = 2
+_AHEAD = 5
+"""So many pieces are looked at for where a document goes on as before."""
 _encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder().decode
 
@@ -52,6 +54,10 @@ class Packed:
     def content(self) -> bytes:
         return b"".join(self.pieces)
 
+    def bounds(self) -> list[int]:
+        """Where each piece begins, and the last one ends."""
+        return [0, *accumulate(map(len, self.pieces))]
+
 
 @dataclass(frozen=True, slots=True)
 class Splice:
@@ -60,9 +66,6 @@ class Splice:
     position: int
     removed: int
     added: bytes
-
-    def apply(self, content: bytes) -> bytes:
-        return b"".join((content[: self.position], self.added, content[self.position + self.removed :]))
 
 
 def pack(document: Json, *, tuples: bool) -> Packed:
@@ -91,12 +94,40 @@ def unpack(content: bytes) -> Json:
     return _decode(content)
 
 
-def splice(old: bytes, new: Packed, *, tuples: bool) -> Splice | None:
-    """What makes `new` of `old`; None where they are equal. What it brings is checked. Raises `NotJson`."""
-    start, end, changed = _narrowed(old, 0, len(old), new)
-    if start == end and not changed.pieces:
-        return None
-    start, end, changed = _narrowed(old, start, end, _finer(changed))
+def splices(old: bytes, bounds: Sequence[int], new: Packed, *, tuples: bool) -> list[Splice]:
+    """What makes `new` of `old`, in the order in which it is to be applied; none where they are equal.
+
+    `bounds` say where the pieces of `old` began and the last one ended, as far as that is known. What the splices bring
+    is checked. Raises `NotJson`.
+    """
+    pieces = new.pieces
+    found: list[Splice] = []
+
+    def same(index: int) -> bool:
+        piece = pieces[index]
+        return len(piece) == bounds[index + 1] - bounds[index] and old.startswith(piece, bounds[index])
+
+    both = min(len(pieces), len(bounds) - 1)
+    first = 0
+    while first < both:
+        if not same(first):
+            # A change in place: soon the pieces are the old ones again.
+            if not any(same(index) for index in range(first + 1, min(first + _AHEAD, both))):
+                break
+            part = Packed(pieces[first : first + 1], new.origins[first : first + 1])
+            found.append(_spliced(old, bounds[first], bounds[first + 1], part, tuples))
+        first += 1
+    start = bounds[first] if first < len(bounds) else len(old)
+    rest = Packed(pieces[first:], new.origins[first:])
+    start, end, rest = _narrowed(old, start, len(old), rest)
+    if start != end or rest.pieces:
+        found.append(_spliced(old, start, end, rest, tuples))
+    return found[::-1]  # from the end, so that each position is one of the old content
+
+
+def _spliced(old: bytes, start: int, end: int, new: Packed, tuples: bool) -> Splice:
+    """The one that puts `new` in the place of `old[start:end]`."""
+    start, end, changed = _narrowed(old, start, end, _finer(new))
     for origin in changed.origins:
         if origin is not None:
             check(origin[1], origin[0], tuples=tuples, first=origin[2])

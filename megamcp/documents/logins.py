@@ -9,7 +9,8 @@ from megamcp.state.names import ident, literal
 
 _FUNCTIONS = (
     "megamcp.document_head(text, bigint[]), megamcp.document_base(text, bytea),"
-    " megamcp.document_splice(text, bigint, integer, integer, bytea), megamcp.document_replace(text, bigint, bytea)"
+    " megamcp.document_splice(text, bigint, integer[], integer[], bytea[]),"
+    " megamcp.document_replace(text, bigint, bytea)"
 )
 
 

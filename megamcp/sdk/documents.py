@@ -21,7 +21,7 @@ from megamcp.documents.content import Splice, spliced
 from megamcp.errors import MegaMCPError
 from megamcp.sdk.classes import Keeper
 from megamcp.sdk.database import Database, Lease
-from megamcp.sdk.instances import Instance, Pool, first_content
+from megamcp.sdk.instances import Change, Instance, Pool, first_content
 from megamcp.sdk.results import Outcome, failure, from_exception
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Documents:
 
     async def _judge(
         self, instance: Instance, outcome: Outcome, read_only: bool
-    ) -> tuple[bool, Splice | None, Outcome]:
+    ) -> tuple[bool, Change | None, Outcome]:
         """Whether the object holds what may be kept, what the call changes, and its result."""
         if read_only and self._trusts and not outcome.is_error:
             return True, None, outcome
@@ -98,7 +98,7 @@ class Documents:
                 return outcome
             finally:  # also where the call was cut off
                 if change is not None:
-                    instance.content, instance.shown = change.apply(instance.content), None
+                    instance.changed(change, change.packed.content())
                 if not keep:
                     instance.drop()
                     instance = await Instance.of(self._keeper, instance.content)
@@ -136,16 +136,17 @@ class Documents:
         instance.deltas, instance.delta_bytes = head["deltas"], head["delta_bytes"]
         return instance, head["clock"]
 
-    async def _write(self, lease: Lease, handle: str, instance: Instance, change: Splice) -> None:
-        content = change.apply(instance.content)
-        gathered = instance.delta_bytes + len(change.added)
-        if len(content) <= _SMALL or instance.deltas >= _DELTAS or gathered > len(content) // 2:
+    async def _write(self, lease: Lease, handle: str, instance: Instance, change: Change) -> None:
+        content, found = change.packed.content(), change.splices
+        added = sum(len(one.added) for one in found)
+        deltas, gathered = instance.deltas + len(found), instance.delta_bytes + added
+        if len(content) <= _SMALL or deltas > _DELTAS or gathered > len(content) // 2:
             made = await lease.driver.fetchval(REPLACE, handle, instance.version, content)
         else:
-            made = await lease.driver.fetchval(
-                SPLICE, handle, instance.version, change.position, change.removed, change.added
-            )
-        instance.content, instance.version, instance.shown = content, made, None
+            columns = [one.position for one in found], [one.removed for one in found], [one.added for one in found]
+            made = await lease.driver.fetchval(SPLICE, handle, instance.version, *columns)
+        instance.changed(change, content)
+        instance.version = made
 
 
 def _failed(what: str, error: Exception) -> MegaMCPError:

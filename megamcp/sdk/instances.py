@@ -6,10 +6,10 @@ one that nobody asks for. What is used least goes first.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from megamcp.documents.content import Splice, pack, packed_whole, splice, unpack
+from megamcp.documents.content import Packed, Splice, check, pack, packed_whole, splices, unpack
 from megamcp.errors import TooLarge
 from megamcp.sdk.classes import Keeper
 
@@ -26,6 +26,8 @@ class Instance:
     object: Any
     content: bytes
     shown: bytes | None = None
+    bounds: list[int] = field(default_factory=lambda: [0])
+    """Of the pieces of `content`, as far as they are known."""
     version: int = 0
     deltas: int = 0
     delta_bytes: int = 0
@@ -35,24 +37,40 @@ class Instance:
         """Made from a document. Raises whatever `load` and `dump` raise."""
         made = cls(keeper, await keeper.loaded(unpack(content)), content)
         try:
-            shown = packed_whole(await keeper.dumped(made.object), tuples=keeper.tuples)
+            shown = pack(await keeper.dumped(made.object), tuples=keeper.tuples)
+            made.bounds = shown.bounds()
+            if (whole := shown.content()) != content:
+                check(await keeper.dumped(made.object), (), tuples=keeper.tuples)
+                made.shown, made.bounds = whole, [0]
         except BaseException:
             made.drop()
             raise
-        made.shown = None if shown == content else shown
         return made
 
     def drop(self) -> None:
         """It is not used any more."""
         self.keeper.drop(self.object)
 
-    async def change(self, limit: int) -> Splice | None:
+    async def change(self, limit: int) -> "Change | None":
         """What the object holds by now against `content`. Raises `NotJson`, `TooLarge`, whatever `dump` raises."""
         packed = pack(await self.keeper.dumped(self.object), tuples=self.keeper.tuples)
         demand_size(packed.size, limit)
         if self.shown is not None and packed.content() == self.shown:
             return None
-        return splice(self.content, packed, tuples=self.keeper.tuples)
+        found = splices(self.content, self.bounds, packed, tuples=self.keeper.tuples)
+        return Change(found, packed) if found else None
+
+    def changed(self, change: "Change", content: bytes) -> None:
+        """The change was kept."""
+        self.content, self.bounds, self.shown = content, change.packed.bounds(), None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What makes the new document of the old one, and the new one."""
+
+    splices: list[Splice]
+    packed: Packed
 
 
 async def first_content(keeper: Keeper, limit: int) -> bytes:

@@ -96,27 +96,32 @@ begin
     end if;
 end $$;
 
--- The call's change, on top of `expected`. Gives the new version.
-create or replace function megamcp.document_splice(token text, expected bigint, p_position integer, p_removed integer,
-    p_added bytea) returns bigint
+-- The call's change, on top of `expected`, in the order in which it is applied. Gives the new version.
+create or replace function megamcp.document_splice(token text, expected bigint, p_positions integer[], p_removed integer[],
+    p_added bytea[]) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
     h megamcp.handle := megamcp.document_call(token, true);
     s record := megamcp.document_stands(h.rollout, h.server);
-    made bigint := nextval('megamcp.document_seq');
+    made bigint;
+    bytes bigint := 0;
 begin
     if s.version is distinct from expected then
         perform megamcp.refuse('MM423', 'transaction_lost', 'The document is not the one that this change was made to.');
     end if;
-    insert into megamcp.document_deltas (rollout, server, version, position, removed, added)
-    values (h.rollout, h.server, made, p_position, p_removed, p_added);
+    for i in 1 .. cardinality(p_positions) loop
+        made := nextval('megamcp.document_seq');
+        insert into megamcp.document_deltas (rollout, server, version, position, removed, added)
+        values (h.rollout, h.server, made, p_positions[i], p_removed[i], p_added[i]);
+        bytes := bytes + octet_length(p_added[i]);
+    end loop;
     if s.own then
         update megamcp.documents d
-           set version = made, deltas = d.deltas + 1, delta_bytes = d.delta_bytes + octet_length(p_added)
+           set version = made, deltas = d.deltas + cardinality(p_positions), delta_bytes = d.delta_bytes + bytes
          where d.rollout = h.rollout and d.server = h.server;
     else
         insert into megamcp.documents (rollout, server, version, hash, deltas, delta_bytes)
-        values (h.rollout, h.server, made, s.hash, 1, octet_length(p_added));
+        values (h.rollout, h.server, made, s.hash, cardinality(p_positions), bytes);
     end if;
     return made;
 end $$;
@@ -142,4 +147,4 @@ end $$;
 
 revoke all on function megamcp.document_call(text, boolean), megamcp.document_stands(text, text),
     megamcp.document_head(text, bigint[]), megamcp.document_keep(bytea), megamcp.document_base(text, bytea),
-    megamcp.document_splice(text, bigint, integer, integer, bytea), megamcp.document_replace(text, bigint, bytea) from public;
+    megamcp.document_splice(text, bigint, integer[], integer[], bytea[]), megamcp.document_replace(text, bigint, bytea) from public;

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamcp.documents.canonical import canonical, digest
-from megamcp.documents.content import NotJson, Splice, check, pack, packed_whole, pointer, splice, spliced, unpack
+from megamcp.documents.content import NotJson, Splice, check, pack, packed_whole, pointer, spliced, splices, unpack
 from megamcp.documents.difference import difference
 
 KEYS = st.text(max_size=3)
@@ -31,16 +31,17 @@ def test_a_document_comes_back_as_it_was_packed(document: Any) -> None:
 @settings(deadline=None)
 def test_a_splice_makes_the_new_document_of_the_old_one(old: Any, new: Any) -> None:
     before, after = packed_whole(old), packed_whole(new)
-    change = splice(before, pack(new, tuples=False), tuples=False)
-    assert (change is None) == (before == after)
-    assert (change.apply(before) if change else before) == after
+    for bounds in (pack(old, tuples=False).bounds(), [0]):
+        change = splices(before, bounds, pack(new, tuples=False), tuples=False)
+        assert bool(change) == (before != after)
+        assert spliced(before, change) == after
 
 
 @given(st.integers(0, 699), st.sampled_from(["set", "drop", "add"]))
 @settings(deadline=None)
 def test_a_small_change_of_a_large_document_is_a_small_splice(number: int, how: str) -> None:
     document: dict[str, Any] = {"things": {f"k{n}": {"id": n, "text": "x" * 50} for n in range(700)}, "count": 1}
-    before = packed_whole(document)
+    before, bounds = packed_whole(document), pack(document, tuples=False).bounds()
     things = document["things"]
     if how == "set":
         things[f"k{number}"]["text"] = "changed"
@@ -48,11 +49,12 @@ def test_a_small_change_of_a_large_document_is_a_small_splice(number: int, how: 
         del things[f"k{number}"]
     else:
         things["new"] = {"id": number}
-    change = splice(before, pack(document, tuples=False), tuples=False)
-    assert change is not None
-    assert change.apply(before) == packed_whole(document)
-    # A key more or less changes the count at the front too.
-    assert len(change.added) < 100 if how == "set" else len(change.added) <= len(before)
+    document["count"] += 1
+    change = splices(before, bounds, pack(document, tuples=False), tuples=False)
+    assert spliced(before, change) == packed_whole(document)
+    # An item less moves all that come after it, until the count at the end differs too.
+    assert sum(len(one.added) for one in change) < (len(before) if how == "drop" else 100)
+    assert len(change) <= 4
 
 
 def test_splices_are_applied_in_their_order() -> None:
@@ -82,7 +84,7 @@ def test_what_is_no_json_is_named_by_its_place(value: Any, said: str) -> None:
     assert said in refused.value.message
     old = packed_whole({"a": 1, "rest": list(range(300))})
     with pytest.raises(NotJson) as refused:
-        splice(old, pack(value, tuples=False), tuples=False)
+        splices(old, [0], pack(value, tuples=False), tuples=False)
     assert said in refused.value.message
 
 

@@ -116,7 +116,7 @@ async def test_attributes_come_back_without_the_constructor() -> None:
     instance.object.put("x", "1")
     change = await instance.change(LIMIT)
     assert change is not None
-    again = (await Instance.of(kept, change.apply(instance.content))).object
+    again = (await Instance.of(kept, change.packed.content())).object
     assert vars(again) == {"things": {"first": "seeded", "x": "1"}, "count": 1}
 
 
@@ -127,7 +127,7 @@ async def test_load_and_dump_may_keep_other_types() -> None:
     instance.object.build("attic")
     change = await instance.change(LIMIT)
     assert change is not None
-    assert (await Instance.of(kept, change.apply(instance.content))).object.floors() == ["attic", "ground"]
+    assert (await Instance.of(kept, change.packed.content())).object.floors() == ["attic", "ground"]
 
 
 async def test_another_form_of_the_same_document_is_no_change() -> None:
@@ -138,7 +138,7 @@ async def test_another_form_of_the_same_document_is_no_change() -> None:
     instance.object.build("attic")
     change = await instance.change(LIMIT)
     assert change is not None
-    assert unpack(change.apply(content)) == {"floors": [["attic", 2], ["first", 1], ["ground", 0]]}
+    assert unpack(change.packed.content()) == {"floors": [["attic", 2], ["first", 1], ["ground", 0]]}
 
 
 def instance(version: int, size: int = 1) -> Instance:

@@ -18,7 +18,7 @@ OWN = {
     "megamcp.document_base(text,bytea)",
     "megamcp.document_head(text,bigint[])",
     "megamcp.document_replace(text,bigint,bytea)",
-    "megamcp.document_splice(text,bigint,integer,integer,bytea)",
+    "megamcp.document_splice(text,bigint,integer[],integer[],bytea[])",
 }
 
 
@@ -72,7 +72,7 @@ async def test_a_change_to_another_version_is_refused(library: Library, login: a
     await transaction.start()
     await login.fetch("select * from megamcp.call_begin($1, 'put', '{}')", token)
     with pytest.raises(asyncpg.PostgresError, match="not the one"):
-        await login.execute("select megamcp.document_splice($1, 1, 0, 0, '')", token)
+        await login.execute("select megamcp.document_splice($1, 1, '{0}', '{0}', '{}')", token)
     await transaction.rollback()
 
 
