@@ -46,6 +46,7 @@ VISIBLE = {
     "nextval(regclass)",
     "nextval(text)",
     "now()",
+    "pg_get_serial_sequence(text,text)",
     "random()",
     "random(bigint,bigint)",
     "random(integer,integer)",
