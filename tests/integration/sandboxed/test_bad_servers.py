@@ -43,7 +43,8 @@ async def bad(postgres_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> As
     top = tmp_path_factory.mktemp("bad")
     folders = []
     for name, entry in {"memo": "memo_server:server", **ENTRIES}.items():
-        toml = f'name = "{name}"\n[servers.{name}]\nentry = "{entry}"\n[servers.{name}.state]\nkind = "process"\nruntime = "fork"\n'
+        toml = f'name = "{name}"\n[servers.{name}]\nentry = "{entry}"\n[servers.{name}.state]\n'
+        toml += 'kind = "process"\nruntime = "fork"\n'
         folders.append(environment(top / name, toml, "memo_server", "threaded_server"))
         (top / name / "dies_server.py").write_text(DIES)
     async with (
