@@ -20,7 +20,11 @@ from megamcp.state.clones.logins import OWNER
 from megamcp.state.clones.types import Bound, CallRow, Mark, Standing
 from megamcp.state.schema import MODULUS, TableDiff
 
-_FREEZE = """select m.*, (select o.sum from megamcp.marks o where o.position = 0) as origin,
+# A mark may be of a checkpoint that was never published, so the last one that was ($2) says since when DDL counts.
+_FREEZE = """select m."position", m.written, m.sum, m.call, m.bytes,
+    m.exact and not exists (
+        select from megamcp.log l where l.id > $2 and l.id <= m."position" and l.barrier is not null) as exact,
+    (select o.sum from megamcp.marks o where o.position = 0) as origin,
     array(select c.nonce from megamcp.calls c, megamcp.here h where c.id > $1 and c.rollout = h.rollout) as nonces,
     m.bytes - (select b.bytes from megamcp.marks b, megamcp.here h where b.position = $2 and $2 >= h.trimmed) as behind
   from megamcp.mark() m"""

@@ -61,6 +61,20 @@ async def test_a_rollback_over_ddl_gives_the_old_table_back(shop: Shop) -> None:
     assert await shop.read(fork, "select id from notes") == [[1]]
 
 
+async def test_a_checkpoint_after_one_that_was_cut_off_behind_ddl_can_be_come_back_to(shop: Shop) -> None:
+    rollout = await shop.one()
+    await shop.run(rollout, "create table kept (n integer primary key)")
+    place = await shop.services.databases.settled(rollout, (await shop.services.environments.find("sql")).server("sql"))
+    assert place is not None
+    async with (await shop.services.databases.clusters.named(place["cluster"])).inside(place["name"]) as inside:
+        await inside.mark()  # as the gateway does that dies before it publishes the checkpoint
+    await shop.run(rollout, "insert into kept values (1)")
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "drop table kept")
+    await shop.roll_back(rollout, point["id"])
+    assert await shop.read(rollout, "select n from kept") == [[1]]
+
+
 async def test_a_checkpoint_before_truncate_can_be_forked_after_it(shop: Shop) -> None:
     rollout = await shop.one()
     await shop.run(rollout, "update order_lines set quantity = 9")
