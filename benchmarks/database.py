@@ -24,6 +24,7 @@ import aiohttp
 from benchmarks.file_systems import with_reflink
 from benchmarks.processes import gateway
 from benchmarks.report import Target, report, say
+from benchmarks.rest import Rest
 from megamcp.databases.clusters import OwnCluster
 from megamcp.settings import Settings
 
@@ -42,18 +43,8 @@ SEED = """insert into account select n, n % 100, 0, repeat('x', 84) from generat
 """
 
 
-class Gateway:
-    """A gateway's REST."""
-
-    def __init__(self, http: aiohttp.ClientSession) -> None:
-        self._http = http
-
-    async def post(self, path: str, body: dict[str, Any]) -> Any:
-        async with self._http.post(path, json=body) as answer:
-            found = await answer.json()
-            if answer.status >= 300:
-                raise RuntimeError(f"{path}: {found}")
-            return found
+class Gateway(Rest):
+    """A gateway's REST, for rollouts of the bank."""
 
     async def call(self, rollout: str, tool: str, sql: str) -> Any:
         found = await self.post(f"/v1/rollouts/{rollout}/call", {"tool": tool, "arguments": {"sql": sql}})

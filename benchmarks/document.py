@@ -33,6 +33,7 @@ import asyncpg
 from benchmarks.peers.agent import McpClient
 from benchmarks.processes import gateway
 from benchmarks.report import Target, report, say
+from benchmarks.rest import Rest
 from megamcp.postgres import EmbeddedPostgres
 
 SERVER = Path(__file__).parent / "documents" / "shop.py"
@@ -59,20 +60,6 @@ class Subject:
             found.append((time.perf_counter() - began) * 1000)
         self.waits.setdefault(figure, []).extend(found)
         self.medians.setdefault(figure, []).append(statistics.median(found))
-
-
-class Rest:
-    """What the benchmark asks of the control API."""
-
-    def __init__(self, http: aiohttp.ClientSession) -> None:
-        self._http = http
-
-    async def post(self, path: str, body: dict[str, Any]) -> Any:
-        async with self._http.post(path, json=body) as answer:
-            found = await answer.json()
-            if answer.status >= 300:
-                raise RuntimeError(f"{path}: {found}")
-            return found
 
 
 def environments(folder: Path) -> list[str]:

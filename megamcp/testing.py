@@ -33,6 +33,7 @@ from megamcp.settings import Settings
 __all__ = [
     "Gateway",
     "database",
+    "database_named",
     "gateway",
     "postgres_dsn",
     "running_gateway",
@@ -73,7 +74,7 @@ async def postgres_dsn(scratch_folder: Path) -> AsyncIterator[str]:
 async def template_database(postgres_dsn: str) -> AsyncIterator[str]:
     """Name of a migrated database with the bundled environments loaded."""
     name = f"mm_template_{secrets.token_hex(4)}"
-    async with _database(postgres_dsn, name) as dsn:
+    async with database_named(postgres_dsn, name) as dsn:
         await migrate(dsn)
         await prepare(Settings(database_url=SecretStr(dsn)), dsn)
         yield name
@@ -83,12 +84,13 @@ async def template_database(postgres_dsn: str) -> AsyncIterator[str]:
 async def database(postgres_dsn: str, template_database: str) -> AsyncIterator[str]:
     """DSN of a migrated database of this test's own, dropped after it."""
     name = f"mm_test_{secrets.token_hex(6)}"
-    async with _database(postgres_dsn, name, template_database) as dsn:
+    async with database_named(postgres_dsn, name, template_database) as dsn:
         yield dsn
 
 
 @asynccontextmanager
-async def _database(server: str, name: str, template: str = "template0") -> AsyncIterator[str]:
+async def database_named(server: str, name: str, template: str = "template0") -> AsyncIterator[str]:
+    """DSN of a new database on the server of a superuser's DSN; dropped afterwards."""
     connection = await asyncpg.connect(server)
     try:
         await connection.execute(f'create database "{name}" template "{template}"')

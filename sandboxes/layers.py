@@ -10,25 +10,24 @@ Removing follows no link and crosses no mount. What a sandbox wrote is hostile: 
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import os
 import shutil
 import stat
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes import copying
+from sandboxes.confine import kernel
 from sandboxes.types import SandboxError
 
 DEEPEST = 24
 """Layers of a stack; a deeper one is flattened into one when it is frozen."""
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-MNT_DETACH = 2
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PAGE = 4096
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +48,33 @@ class Stack:
         return f"lowerdir={lower},upperdir={upper},workdir={work}" + (",userxattr" if user else "")
 
 
-def mount(source: str, target: Path | str, kind: str | None, flags: int = 0, data: str = "") -> None:
-    """mount(2). Raises OSError."""
-    words = (source.encode(), os.fsencode(target), kind.encode() if kind else None, flags, data.encode() or None)
-    if _libc.mount(*words) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(target))
-
-
 def unmount(target: Path | str) -> None:
     """At once, and for good when the last user is gone. Nothing where nothing is mounted. Raises OSError."""
-    if _libc.umount2(os.fsencode(target), MNT_DETACH) != 0:
-        number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOENT):
-            raise OSError(number, os.strerror(number), str(target))
+    try:
+        kernel.unmount(target)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOENT):
+            raise
+
+
+@asynccontextmanager
+async def shown(folder: Path, stack: Sequence[str], *, user: bool) -> AsyncIterator[Path]:
+    """What a stack of layers in a folder shows, for reading. `user` as in `Stack.options`."""
+    if len(stack) == 1:
+        yield folder / stack[0]
+        return
+    place = folder / f"view-{os.urandom(6).hex()}"
+    place.mkdir()
+    try:
+        lower = ":".join(str(folder / layer) for layer in stack)
+        kernel.mount(
+            "overlay", place, "overlay", kernel.MS_RDONLY, f"lowerdir={lower}" + (",userxattr" if user else "")
+        )
+        yield place
+    finally:
+        with contextlib.suppress(OSError):
+            unmount(place)
+        place.rmdir()
 
 
 async def copy(source: Path, target: Path) -> None:

@@ -273,7 +273,7 @@ class Boxes:
                 raise as_ours(error, server) from error
         self._ends.setdefault(sandbox, asyncio.get_running_loop().create_future())
         try:
-            row = await self._store.row("select modern, instructions from megamcp.sandboxes where name = $1", sandbox)
+            row = await self._store.row(sql.SPOKEN, sandbox)
             await self._store.value(sql.USED, sandbox)
         except BaseException:
             _close(pipes)

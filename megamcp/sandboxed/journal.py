@@ -46,6 +46,7 @@ READY = """update megamcp.sandboxes s set status = 'ready', used_at = clock_time
     where s.name = $1 and s.status = 'creating' and s.rollout = r.id and r.status = 'open' and r.epoch = $2
     returning s.name"""
 
+SPOKEN = "select modern, instructions from megamcp.sandboxes where name = $1"
 SPOKE = "update megamcp.sandboxes set modern = $2, instructions = $3 where name = $1"
 
 CONDEMN = "update megamcp.sandboxes set status = 'dropping', rollout = null where name = $1"
@@ -76,6 +77,8 @@ IMAGE_LOST = "update megamcp.images set status = 'lost' where name = $1 and stat
 # -- checkpoints ------------------------------------------------------------------------------------------------
 
 # Calls of these servers that run; the rollout's row is locked, so none can begin.
+LOCK_ROLLOUT = "select 1 from megamcp.rollouts where id = $1 for no key update"
+LOCK_IDLE_ROLLOUT = "select 1 from megamcp.rollouts where id = $1 and status = 'open' for no key update skip locked"
 RUNNING = """select exists (select 1 from megamcp.events v where v.rollout = $1 and v.kind = 'call'
     and v.state = 'running' and v.server = any ($2::text[]))"""
 
@@ -105,6 +108,7 @@ LEAVE = "update megamcp.sandboxes set status = 'dropping', rollout = null where 
 
 # -- the tender's -----------------------------------------------------------------------------------------------
 
+ANY = "select exists (select 1 from megamcp.sandboxes) or exists (select 1 from megamcp.images)"
 CONDEMN_ORPHANS = """update megamcp.sandboxes set status = 'dropping', rollout = null
     where status = 'creating' and not megamcp.alive(owner)"""
 CONDEMN_IMAGES = """with old as (

@@ -54,9 +54,7 @@ class Tender:
 
     async def once(self) -> dict[str, int]:
         """One round; gives what was done, by step."""
-        if not self._host.opened and not await self._store.value(
-            "select exists (select 1 from megamcp.sandboxes) or exists (select 1 from megamcp.images)"
-        ):
+        if not self._host.opened and not await self._store.value(sql.ANY):
             return {}
         keeper, host = await self._host.keeper()
         await self._store.value(sql.CONDEMN_ORPHANS)
@@ -84,10 +82,7 @@ class Tender:
     async def _park_one(self, keeper: Client, name: str, rollout: str, server: str) -> bool:
         async with self._store.transaction() as connection:
             # No call can begin while the rollout's row is locked. Where it is locked already it isn't idle.
-            if not await connection.fetchval(
-                "select 1 from megamcp.rollouts where id = $1 and status = 'open' for no key update skip locked",
-                rollout,
-            ):
+            if not await connection.fetchval(sql.LOCK_IDLE_ROLLOUT, rollout):
                 return False
             head = await connection.fetchrow(sql.HEAD, rollout, server)
             if head is None or head["name"] != name or head["status"] != "ready":

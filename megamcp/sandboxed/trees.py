@@ -53,7 +53,7 @@ class Trees:
 
     async def still(self, connection: asyncpg.Connection, rollout: str, environment: LoadedEnvironment) -> bool:
         """Whether no call to the rollout's sandboxes runs; then none begins until the transaction ends."""
-        await connection.execute("select 1 from megamcp.rollouts where id = $1 for no key update", rollout)
+        await connection.execute(sql.LOCK_ROLLOUT, rollout)
         servers = [server.name for server in environment.servers if server.process]
         return not await connection.fetchval(sql.RUNNING, rollout, servers)
 

@@ -190,7 +190,7 @@ class Server:
         server = cls(kept.__name__, inspect.getdoc(kept) if kept.__doc__ else None)
         server.kept = Kept.of(kept)
         for name, function in methods(kept):
-            server._add(function, name, method=True, read_only=is_read_only(function))
+            server._add(function, name, {"readOnlyHint": is_read_only(function)}, method=True)
         if not server._tools:
             raise ToolSignatureError(f"class {kept.__qualname__} has no public method: nothing to be a tool")
         return server
@@ -240,18 +240,16 @@ class Server:
         `read_only` tools run in parallel, in READ ONLY transactions. The other flags are MCP's hints for
         agents. Raises ToolSignatureError for a function that can't be one, and for a name that is taken.
         """
+        hints = {
+            "title": title,
+            "readOnlyHint": read_only,
+            "destructiveHint": destructive,
+            "idempotentHint": idempotent,
+            "openWorldHint": open_world,
+        }
 
         def add(function: Function) -> Function:
-            self._add(
-                function,
-                name or function.__name__,
-                read_only=read_only,
-                destructive=destructive,
-                idempotent=idempotent,
-                open_world=open_world,
-                title=title,
-                description=description,
-            )
+            self._add(function, name or function.__name__, hints, description=description)
             return function
 
         return add if function is None else add(function)
@@ -260,21 +258,19 @@ class Server:
         self,
         function: Callable[..., Any],
         name: str,
+        hints: Mapping[str, Any],
         *,
         method: bool = False,
-        read_only: bool = False,
-        destructive: bool | None = None,
-        idempotent: bool | None = None,
-        open_world: bool | None = None,
-        title: str | None = None,
         description: str | None = None,
     ) -> None:
+        """`hints` are MCP's, by its names; those that are None aren't said."""
+        read_only = bool(hints["readOnlyHint"])
         if not _NAME.fullmatch(name):
             raise ToolSignatureError(f"{name!r} is no tool name: 1-128 of letters, digits, '_', '-', '.'")
         if name in self._tools:
             taken = self._tools[name].function
             raise ToolSignatureError(f"tool {name!r} is defined twice ({inspect.getfile(taken)}, {taken.__qualname__})")
-        if read_only and destructive:
+        if read_only and hints.get("destructiveHint"):
             raise ToolSignatureError(f"tool {name!r}: read_only and destructive contradict each other")
         signature = read_signature(function, name, method=method)
         asked = set(signature.injected.values())
@@ -284,19 +280,12 @@ class Server:
             raise ToolSignatureError(
                 f"tool {name!r}: a method of a plain class has no {foreign[0]}; keep it in the object"
             )
-        hints = {
-            "title": title,
-            "readOnlyHint": read_only,
-            "destructiveHint": destructive,
-            "idempotentHint": idempotent,
-            "openWorldHint": open_world,
-        }
         self._tools[name] = Tool(
             name=name,
             function=function,
             signature=signature,
             read_only=read_only,
-            title=title,
+            title=hints.get("title"),
             description=signature.description if description is None else description,
             annotations={key: value for key, value in hints.items() if value is not None},
         )

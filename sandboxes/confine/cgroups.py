@@ -68,12 +68,7 @@ class Group:
 
     def killed_for_memory(self) -> bool:
         """Whether the kernel has ended a process of it for using too much."""
-        name = "memory.events" if self._unified else "memory.oom_control"
-        with contextlib.suppress(OSError):
-            for line in (self._places["memory"] / name).read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1]) > 0
-        return False
+        return killed_for_memory(self._places["memory"], unified=self._unified)
 
     def kill(self) -> None:
         """Every process of it; returns when none is left."""
@@ -105,6 +100,15 @@ class Group:
                     if error.errno != errno.EBUSY:
                         raise
                     time.sleep(0.005)
+
+
+def killed_for_memory(folder: Path, *, unified: bool) -> bool:
+    """Whether the kernel has ended a process of a memory group for using too much; `unified`: of version 2."""
+    with contextlib.suppress(OSError):
+        for line in (folder / ("memory.events" if unified else "memory.oom_control")).read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1]) > 0
+    return False
 
 
 class Groups:

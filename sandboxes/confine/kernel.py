@@ -89,12 +89,14 @@ def sethostname(name: str) -> None:
     _checked(_libc.sethostname(encoded, len(encoded)), "sethostname")
 
 
-def mount(source: str | None, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
+def mount(
+    source: str | None, target: str | os.PathLike[str], kind: str | None, flags: int = 0, data: str | None = None
+) -> None:
     words = [word.encode() if word is not None else None for word in (source, kind, data)]
     _checked(_libc.mount(words[0], os.fsencode(target), words[1], ctypes.c_ulong(flags), words[2]), f"mount {target}")
 
 
-def unmount(target: str) -> None:
+def unmount(target: str | os.PathLike[str]) -> None:
     """At once; for good when its last user is gone."""
     _checked(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
 

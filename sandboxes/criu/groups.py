@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+from sandboxes.confine import cgroups
+
 _MOUNT = Path("/sys/fs/cgroup")
 _WAIT_S = 5.0
 _ASK_AGAIN = 50
@@ -55,12 +57,7 @@ class Groups:
 
     def killed_for_memory(self) -> bool:
         """Whether the kernel has ended a process of it for using too much."""
-        with contextlib.suppress(OSError):
-            events = self._memory / ("memory.events" if self._unified else "memory.oom_control")
-            for line in events.read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1]) > 0
-        return False
+        return cgroups.killed_for_memory(self._memory, unified=self._unified)
 
 
 def clear(name: str) -> None:

@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 from sandboxes import layers
+from sandboxes.confine import kernel
 from sandboxes.types import SandboxError
 
 _TAIL = 1500
@@ -39,7 +40,7 @@ class Runc:
         if self.missing():
             return
         if not self._run.is_mount():
-            layers.mount("tmpfs", self._run, "tmpfs", layers.MS_NOSUID | layers.MS_NODEV, "mode=700,size=1m")
+            kernel.mount("tmpfs", self._run, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=700,size=1m")
         process = await asyncio.create_subprocess_exec(
             *_WITH_RUN, str(self._run), "criu", "check", stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,

@@ -19,15 +19,14 @@ import signal
 import socket
 import struct
 import threading
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from fcntl import ioctl
 from pathlib import Path
 from termios import FIONREAD
 
-from sandboxes import files, layers
+from sandboxes import disks, files, layers
 from sandboxes.confine import kernel
 from sandboxes.criu import bundle, groups
 from sandboxes.criu.images import BASE, Manifest, Shelf
@@ -38,7 +37,6 @@ from sandboxes.types import Exited, Frozen, Kind, Pipes, Report, SandboxError, S
 
 _TRIAL = Spec(kind=Kind.CRIU, command=("/bin/sh", "-c", 'n=0; while read -r _; do n=$((n + 1)); echo "$n"; done'))
 _TRIAL_S = 20.0
-_PATROL_S = 1.0
 _SUBREAPER = 36
 # Files that were deleted but are open are kept with the memory, up to this size. Connections inside a sandbox need no
 # lock: both of their ends stand still.
@@ -61,6 +59,12 @@ class _Sandbox:
     reason: str = ""
     """Why it is being ended by us."""
     watching: "asyncio.Task[None] | None" = None
+
+    def end(self, reason: str) -> None:
+        """SIGKILL, with a reason of ours."""
+        self.reason = reason
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class Criu:
@@ -158,7 +162,7 @@ class Criu:
             os.close(descriptor)
         self._sandboxes[sandbox] = made
         if self._patrol is None:
-            self._patrol = asyncio.create_task(self._look_after_disks(), name="sandboxes' disks")
+            self._patrol = asyncio.create_task(disks.patrol(self._watched), name="sandboxes' disks")
         made.watching = asyncio.create_task(self._watch(sandbox, made), name=f"watch {sandbox}")
         return Pipes(pipes[1], pipes[2], pipes[4])
 
@@ -170,7 +174,7 @@ class Criu:
         below = layers.Stack(tuple(self._folders.template(spec.template) / layer for layer in stack))
         options = below.options(place / "upper", place / "scratch", user=False)
         try:
-            layers.mount("overlay", place / "merged", "overlay", layers.MS_NOSUID | layers.MS_NODEV, options)
+            kernel.mount("overlay", place / "merged", "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, options)
         except OSError as error:
             raise SandboxError("not_available", f"Layers can't be mounted: {error}.") from error
         return place / "merged"
@@ -181,19 +185,10 @@ class Criu:
         if not sandbox.leaving:
             self._died(Exited(sandbox=name, status=status, reason=_reason(status, sandbox)))
 
-    async def _look_after_disks(self) -> None:
-        """A sandbox that has written more than it may is ended."""
-        while True:
-            began = time.monotonic()
-            for name, sandbox in list(self._sandboxes.items()):
-                limit = sandbox.spec.limits.disk
-                upper = self._folders.sandbox(name) / "upper"
-                if not sandbox.reason and await asyncio.to_thread(layers.size, upper) > limit:
-                    sandbox.reason = f"it was over its disk limit of {limit >> 20} MiB"
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(sandbox.pid, signal.SIGKILL)
-            # A tenth of one processor at most.
-            await asyncio.sleep(max(_PATROL_S, 9 * (time.monotonic() - began)))
+    def _watched(self) -> Iterator[disks.Watched]:
+        for name, sandbox in self._sandboxes.items():
+            if not sandbox.reason:
+                yield self._folders.sandbox(name) / "upper", sandbox.spec.limits.disk, sandbox.end
 
     async def freeze(self, sandbox: str, image: str) -> Frozen:
         found = self._sandboxes[sandbox]
@@ -216,8 +211,8 @@ class Criu:
                     stack = (f"layers/{image}", *stack)
             finally:
                 found.groups.thaw()
-            async with self._shown(found.spec.template, stack) as tree:
-                digest = await asyncio.to_thread(files.digest, tree)
+            async with layers.shown(template, stack, user=False) as tree:
+                digest = await asyncio.to_thread(files.digest, tree / "work")
             size = layers.size(memory) + (layers.size(layer) if layer.exists() else 0)
             manifest = Manifest(image=image, template=found.spec.template, stack=stack, bytes=size, digest=digest)
             await asyncio.to_thread(self._shelf.publish, manifest)
@@ -273,26 +268,8 @@ class Criu:
             yield self._folders.sandbox(name) / "merged" / "work"
             return
         stack = (BASE,) if name is None else self._shelf[name].stack
-        async with self._shown(spec.template, stack) as tree:
-            yield tree
-
-    @asynccontextmanager
-    async def _shown(self, template: str, stack: tuple[str, ...]) -> AsyncIterator[Path]:
-        """The working folder of a stack of layers, for reading."""
-        folder = self._folders.template(template)
-        if len(stack) == 1:
-            yield folder / stack[0] / "work"
-            return
-        place = folder / f"view-{os.urandom(6).hex()}"
-        place.mkdir()
-        try:
-            lower = ":".join(str(folder / layer) for layer in stack)
-            layers.mount("overlay", place, "overlay", layers.MS_RDONLY, f"lowerdir={lower}")
-            yield place / "work"
-        finally:
-            with contextlib.suppress(OSError):
-                layers.unmount(place)
-            place.rmdir()
+        async with layers.shown(self._folders.template(spec.template), stack, user=False) as tree:
+            yield tree / "work"
 
     # -- beginning and end ----------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from sandboxes import layers
+from sandboxes.confine import kernel
 from sandboxes.criu import bundle, packages
 from sandboxes.criu.images import BASE
 from sandboxes.criu.runc import Runc, ended
@@ -62,7 +63,7 @@ class Templates:
                 raise
         if spec.image is not None and not os.path.ismount(folder / "root"):
             lower = f"{folder / 'points'}:{spec.image}"
-            layers.mount("overlay", folder / "root", "overlay", layers.MS_RDONLY, f"lowerdir={lower}")
+            kernel.mount("overlay", folder / "root", "overlay", kernel.MS_RDONLY, f"lowerdir={lower}")
         self._made[spec.template] = made
 
     async def _make(self, spec: Spec, folder: Path) -> Template:

@@ -17,12 +17,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sandboxes import files, layers
+from sandboxes import disks, files, layers
 from sandboxes.confine import cgroups, kernel, seccomp
 from sandboxes.forkserver.control import Control
 from sandboxes.forkserver.zygote import BASE, Zygote, warm
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 FIRST_UID = 0x30000000
 _FORK_S = 30.0
 _FREEZE_S = 5.0
-_PATROL_S = 1.0
 _IMAGES = "images"
 _GROUP_OF_IMAGES = "IMAGES"  # no name that a sandbox can have
 _DESCRIPTORS = 4096
@@ -61,6 +60,11 @@ class _Sandbox:
     reason: str = ""
     """Why it is being ended by us."""
     watching: "asyncio.Task[None] | None" = field(default=None)
+
+    def end(self, reason: str) -> None:
+        """SIGKILL, with a reason of ours."""
+        self.reason = reason
+        self.control.kill()
 
 
 class ForkServer:
@@ -196,8 +200,8 @@ class ForkServer:
         made = _Sandbox(zygote, control, stack, place / "upper", group, namespace)
         self._sandboxes[sandbox] = made
         made.watching = asyncio.create_task(self._watch(sandbox, made), name=f"watch {sandbox}")
-        if self._patrol is None or self._patrol.done():
-            self._patrol = asyncio.create_task(self._look_after_disks(), name="sandboxes' disks")
+        if self._patrol is None:
+            self._patrol = asyncio.create_task(disks.patrol(self._watched), name="sandboxes' disks")
         return Pipes(pipes[1], pipes[2], pipes[4])
 
     async def _watch(self, name: str, sandbox: _Sandbox) -> None:
@@ -207,17 +211,10 @@ class ForkServer:
             reason = f"it was killed for memory: its limit is {sandbox.zygote.spec.limits.memory >> 20} MiB"
         self._died(Exited(sandbox=name, status=status, reason=reason or _ending(status)))
 
-    async def _look_after_disks(self) -> None:
-        """Ends what is over its limit. Runs while there are sandboxes."""
-        while self._sandboxes:
-            began = time.monotonic()
-            for sandbox in list(self._sandboxes.values()):
-                limit = sandbox.zygote.spec.limits.disk
-                if not sandbox.reason and await asyncio.to_thread(layers.size, sandbox.upper) > limit:
-                    sandbox.reason = f"it was over its disk limit of {limit >> 20} MiB"
-                    sandbox.control.kill()
-            # A tenth of one processor at most.
-            await asyncio.sleep(max(_PATROL_S, 9 * (time.monotonic() - began)))
+    def _watched(self) -> Iterator[disks.Watched]:
+        for sandbox in self._sandboxes.values():
+            if not sandbox.reason:
+                yield sandbox.upper, sandbox.zygote.spec.limits.disk, sandbox.end
 
     async def freeze(self, sandbox: str, image: str) -> Frozen:
         found = self._sandboxes[sandbox]
@@ -261,7 +258,7 @@ class ForkServer:
             return stack
         flat = layer.with_name(f"{layer.name}.flat")
         try:
-            async with self._shown(sandbox.zygote, stack) as tree:
+            async with layers.shown(sandbox.zygote.folder, stack, user=True) as tree:
                 await layers.copy(tree, flat)
             await layers.remove(layer)
             flat.rename(layer)
@@ -334,33 +331,16 @@ class ForkServer:
             stack = (f"run/{name}/upper", *sandbox.stack)
         else:
             stack = self._images[name].stack
-        async with self._shown(zygote, stack) as tree:
+        async with layers.shown(zygote.folder, stack, user=True) as tree:
             yield tree / "work"
 
     async def _digest(self, zygote: Zygote, stack: tuple[str, ...]) -> str:
         """Of the working folder of frozen layers."""
         known = zygote.digests.get(stack)
         if known is None:
-            async with self._shown(zygote, stack) as tree:
+            async with layers.shown(zygote.folder, stack, user=True) as tree:
                 known = zygote.digests[stack] = await asyncio.to_thread(files.digest, tree / "work")
         return known
-
-    @asynccontextmanager
-    async def _shown(self, zygote: Zygote, stack: tuple[str, ...]) -> AsyncIterator[Path]:
-        """What a stack of layers shows, for reading."""
-        if len(stack) == 1:
-            yield zygote.folder / stack[0]
-            return
-        place = zygote.folder / f"view-{os.urandom(6).hex()}"
-        place.mkdir()
-        try:
-            lower = ":".join(str(zygote.folder / layer) for layer in stack)
-            layers.mount("overlay", place, "overlay", layers.MS_RDONLY, f"lowerdir={lower},userxattr")
-            yield place
-        finally:
-            with contextlib.suppress(OSError):
-                layers.unmount(place)
-            place.rmdir()
 
     # -- the keeper's life ----------------------------------------------------------------------------------------
 

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import asyncpg
 import pytest
 import pytest_asyncio
 from pydantic import SecretStr
-from sqlalchemy.engine import make_url
 
 from megamcp.app import prepare
 from megamcp.client import Client
 from megamcp.settings import Settings
-from megamcp.testing import Gateway, running_gateway
+from megamcp.testing import Gateway, database_named, running_gateway
 
 SERVER = Path(__file__).parents[2] / "environments" / "shelf_server.py"
 TOML = """
@@ -71,16 +69,9 @@ async def environments(postgres_dsn: str, folder: Path) -> AsyncIterator[str]:
         (folder / name / "shelf_server.py").write_text(SERVER.read_text())
         folders.append(folder / name)
     (folder / "tower" / "tower.json").write_text('{"floors": [["ground", 0], ["first", 1]]}')
-    name = f"mm_shelf_{secrets.token_hex(4)}"
-    connection = await asyncpg.connect(postgres_dsn)
-    await connection.execute(f'create database "{name}"')
-    dsn = make_url(postgres_dsn).set(database=name).render_as_string(hide_password=False)
-    await prepare(Settings(database_url=SecretStr(dsn), bundled_environments=False, environments=folders), dsn)
-    try:
+    async with database_named(postgres_dsn, f"mm_shelf_{secrets.token_hex(4)}") as dsn:
+        await prepare(Settings(database_url=SecretStr(dsn), bundled_environments=False, environments=folders), dsn)
         yield dsn
-    finally:
-        await connection.execute(f'drop database "{name}" with (force)')
-        await connection.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import asyncpg
 import pytest
 import pytest_asyncio
 from pydantic import SecretStr
-from sqlalchemy.engine import make_url
 
 from megamcp.app import prepare
 from megamcp.client import Client, Retry
 from megamcp.settings import Settings
-from megamcp.testing import Gateway, running_gateway
+from megamcp.testing import Gateway, database_named, running_gateway
 
 ENVIRONMENTS = Path(__file__).parents[2] / "environments"
 NOTES = """
@@ -56,18 +54,11 @@ def environment(folder: Path, toml: str, *modules: str) -> Path:
 @asynccontextmanager
 async def database_with(postgres_dsn: str, *folders: Path) -> AsyncIterator[str]:
     """DSN of a database of its own with these environments loaded."""
-    name = f"mm_boxes_{secrets.token_hex(4)}"
-    connection = await asyncpg.connect(postgres_dsn)
-    await connection.execute(f'create database "{name}"')
-    try:
-        dsn = make_url(postgres_dsn).set(database=name).render_as_string(hide_password=False)
+    async with database_named(postgres_dsn, f"mm_boxes_{secrets.token_hex(4)}") as dsn:
         await prepare(
             Settings(database_url=SecretStr(dsn), bundled_environments=False, environments=list(folders)), dsn
         )
         yield dsn
-    finally:
-        await connection.execute(f'drop database "{name}" with (force)')
-        await connection.close()
 
 
 @asynccontextmanager

@@ -22,6 +22,7 @@ from megamcp.client import (
     UpstreamError,
 )
 from sandboxes import layers
+from sandboxes.confine import kernel
 from tests.integration.sandboxed.conftest import MEMO, Sandboxed, database_with, environment, gateway_on
 
 ENTRIES = {
@@ -182,7 +183,7 @@ async def test_what_a_tool_has_started_ends_with_its_rollout(bad: Sandboxed) -> 
 async def test_a_full_disk_is_said_and_nothing_half_kept(postgres_dsn: str, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    layers.mount("tmpfs", small, "tmpfs", 0, "size=12m,mode=755")
+    kernel.mount("tmpfs", small, "tmpfs", 0, "size=12m,mode=755")
     try:
         folder = environment(tmp_path / "memo", MEMO, "memo_server")
         async with database_with(postgres_dsn, folder) as dsn, gateway_on(dsn, sandbox_dir=small / "keeper") as full:
