@@ -36,9 +36,6 @@ class Stack:
 
     layers: tuple[Path, ...]
 
-    def above(self, layer: Path) -> "Stack":
-        return Stack((layer, *self.layers))
-
     def options(self, upper: Path, work: Path, *, user: bool) -> str:
         """Of an overlay mount. `user`: made in a user namespace, whose attributes have names of their own."""
         for path in (*self.layers, upper, work):

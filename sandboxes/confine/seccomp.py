@@ -55,7 +55,6 @@ _NEWEST = 469
 """What this list knows of; a call with a higher number isn't there."""
 _CLONE, _SOCKET, _IOCTL, _PERSONALITY = (56, 220), (41, 198), (16, 29), (135, 92)
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-_X32 = 0x40000000
 _NAMESPACES = 0x7E020080
 """All CLONE_NEW* flags of clone(2): time, mount, cgroup, uts, ipc, user, pid, network."""
 _FAMILIES = (1, 2, 10, 16)

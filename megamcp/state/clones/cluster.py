@@ -179,11 +179,6 @@ class Cluster:
         await failpoint("clone.admitted")
         return standing
 
-    async def admit(self, name: str, login: str, password: str) -> None:
-        """Make or renew a database's login and open the database."""
-        async with self._access.maintenance() as connection:
-            await self._admit(connection, name, login, password)
-
     async def mend_logins(self, prefix: str, password: Callable[[str], str]) -> list[str]:
         """Gives logins back what they were given, where they changed their own password or settings; says which.
 

@@ -37,8 +37,6 @@ _SETTINGS_FIXED = {
     "bytea_output": "hex",
 }
 
-Login = tuple[str, str, str]  # database, user, DSN is made of
-
 
 class Sessions:
     """Hands out connections by (database, DSN). A connection whose use failed is closed, not kept."""
