@@ -21,12 +21,12 @@ begin
 end $$;
 
 -- Where a rollout's document stands: a row of its own, else what its checkpoint keeps, else what its environment starts
--- with. No version: that isn't known yet.
-create or replace function megamcp.document_stands(p_rollout text, p_server text,
-    out version bigint, out hash bytea, out content bytea, out own boolean, out deltas integer, out delta_bytes bigint)
+-- with. No version: that isn't known yet. The content is left out: a record would hold all of it, read and unpacked.
+create or replace function megamcp.document_place(p_rollout text, p_server text,
+    out version bigint, out hash bytea, out own boolean, out deltas integer, out delta_bytes bigint)
 language sql stable set search_path = pg_catalog, pg_temp as $$
     select coalesce(d.version, p.version, b.version), case when d.version is null then coalesce(p.hash, b.hash) else d.hash end,
-           d.content, d.version is not null, coalesce(d.deltas, 0), coalesce(d.delta_bytes, 0)
+           d.version is not null, coalesce(d.deltas, 0), coalesce(d.delta_bytes, 0)
       from megamcp.rollouts r
       left join megamcp.documents d on d.rollout = r.id and d.server = p_server
       left join megamcp.document_points p on p.checkpoint = r.checkpoint and p.server = p_server
@@ -45,14 +45,15 @@ declare
 begin
     select e.clock into clock
       from megamcp.rollouts r join megamcp.environments e on e.id = r.environment where r.id = h.rollout;
-    s := megamcp.document_stands(h.rollout, h.server);
+    s := megamcp.document_place(h.rollout, h.server);
     version := s.version;
     deltas := s.deltas;
     delta_bytes := s.delta_bytes;
     if version is null or version = any (known) then
         return;
     end if;
-    content := coalesce(s.content, (select b.content from megamcp.document_blobs b where b.hash = s.hash));
+    content := coalesce((select b.content from megamcp.document_blobs b where b.hash = s.hash),
+                        (select d.content from megamcp.documents d where d.rollout = h.rollout and d.server = h.server));
     if s.deltas > 0 then
         select array_agg(d.position order by d.version), array_agg(d.removed order by d.version),
                array_agg(d.added order by d.version)
@@ -102,7 +103,7 @@ create or replace function megamcp.document_splice(token text, expected bigint, 
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
     h megamcp.handle := megamcp.document_call(token, true);
-    s record := megamcp.document_stands(h.rollout, h.server);
+    s record := megamcp.document_place(h.rollout, h.server);
     made bigint;
     bytes bigint := 0;
 begin
@@ -131,7 +132,7 @@ create or replace function megamcp.document_replace(token text, expected bigint,
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
     h megamcp.handle := megamcp.document_call(token, true);
-    s record := megamcp.document_stands(h.rollout, h.server);
+    s record := megamcp.document_place(h.rollout, h.server);
     made bigint := nextval('megamcp.document_seq');
 begin
     if s.version is distinct from expected then
@@ -145,6 +146,6 @@ begin
     return made;
 end $$;
 
-revoke all on function megamcp.document_call(text, boolean), megamcp.document_stands(text, text),
+revoke all on function megamcp.document_call(text, boolean), megamcp.document_place(text, text),
     megamcp.document_head(text, bigint[]), megamcp.document_keep(bytea), megamcp.document_base(text, bytea),
     megamcp.document_splice(text, bigint, integer[], integer[], bytea[]), megamcp.document_replace(text, bigint, bytea) from public;
