@@ -3,11 +3,12 @@
 import json
 import os
 import random
+from collections.abc import MutableMapping
 from typing import Any
 
-from megamcp.sdk import read_only
+from megamcp.sdk import Table, read_only
 
-_COUNTS = {"small": 1, "records": 2900, "text": 2400}
+_COUNTS = {"small": 1, "records": 2900, "table": 2900, "text": 2400}
 
 
 class Shop:
@@ -18,7 +19,9 @@ class Shop:
         chance = random.Random(1)
         page = _page if make == "text" else _order
         self.marks = 0
-        self.things: dict[str, Any] = {f"W{number:05}": page(number, chance) for number in range(_COUNTS[make])}
+        self.things: MutableMapping[str, Any] = {
+            f"W{number:05}": page(number, chance) for number in range(_COUNTS[make])
+        }
 
     def mark(self, number: int) -> int:
         """Change one value."""
@@ -34,11 +37,21 @@ class Shop:
     @read_only
     def size(self) -> int:
         """Bytes of the document as JSON."""
-        return len(json.dumps(vars(self), separators=(",", ":")))
+        return len(json.dumps({"marks": self.marks, "things": dict(self.things)}, separators=(",", ":")))
 
     def _thing(self, number: int) -> dict[str, Any]:
         found: dict[str, Any] = self.things[f"W{number % len(self.things):05}"]
         return found
+
+
+class TableShop(Shop):
+    """The same, in a table."""
+
+    things: Table[Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.things = Table(self.things)
 
 
 def _order(number: int, chance: random.Random) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """A document's content: packed as MessagePack, checked to be JSON, and changed by splices.
 
-Packing is what every call pays for, so it is one pass in C over the document, and only what has changed is looked at in
-Python. Invariant: equal documents (keys in equal order) pack to equal bytes. So a call that changed nothing is told by
-comparing, and one that changed little by what the two have in common at both ends. What turned into a tuple or a set of
-the very same items looks unchanged, and is noticed when something beside it changes.
+Packing is what every call pays for, so it is one pass in C over the document, but for what a `Table` in it knows to be
+as it was, and only what has changed is looked at in Python. Invariant: equal documents (keys in equal order) pack to
+equal bytes. So a call that changed nothing is told by comparing, and one that changed little by what the two have in
+common at both ends. What turned into a tuple or a set of the very same items looks unchanged, and is noticed when
+something beside it changes.
 
 A document is a tree: what two places of it share is two things once it was loaded again.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from megamcp.documents.table import Table
 from megamcp.errors import Unprocessable
 
 Json = Any
@@ -182,6 +184,9 @@ def spliced(content: bytes, splices: Sequence[Splice]) -> bytes:
 
 def _add(packed: Packed, value: Any, path: Path, depth: int) -> None:
     kind = type(value)
+    if kind is Table:
+        _add_table(packed, value, path)
+        return
     count = len(value) if kind is dict or kind is list else 0
     if not count or (depth >= _DEPTH and count <= _GROUP):
         packed.pieces.append(_encode(value))
@@ -204,6 +209,16 @@ def _add(packed: Packed, value: Any, path: Path, depth: int) -> None:
     else:
         for index, item in enumerate(value):
             _add(packed, item, (*path, index), depth + 1)
+
+
+def _add_table(packed: Packed, table: Table[Any], path: Path) -> None:
+    packed.pieces.append(_header(len(table), True))
+    packed.origins.append(None)
+    for group in table.groups:
+        if group.piece is None:
+            group.piece = _encode(group.items)[1 if len(group.items) < 16 else 3 :]
+        packed.pieces.append(group.piece)
+        packed.origins.append((path, group.items, 0, False))
 
 
 def _header(count: int, mapping: bool) -> bytes:
@@ -232,6 +247,9 @@ def _check(value: Any, path: Path, tuples: bool, first: int = 0) -> None:
             _text(key, path)
             if type(item) is not int or not -(2**63) <= item < 2**64:
                 _check(item, (*path, key), tuples)
+    elif kind is Table:
+        for group in value.groups:
+            _check(group.items, path, tuples)
     elif kind is list or (kind is tuple and tuples):
         for index, item in enumerate(value, first):
             _check(item, (*path, index), tuples)

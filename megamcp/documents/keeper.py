@@ -48,9 +48,13 @@ async def freeze(
     for written in await connection.fetch(sql.WRITTEN, row["id"], None):
         server = written["server"]
         content = await _head(connection, row["id"], written)
-        known, content_hash = await _digest(content), hashlib.sha256(content).digest()
-        if not await connection.fetchval(sql.KEPT, content_hash):
-            await connection.execute(sql.KEEP, content_hash, content)
+        digesting = asyncio.create_task(_digest(content))
+        try:  # PostgreSQL packs the content away meanwhile
+            content_hash = hashlib.sha256(content).digest()
+            if not await connection.fetchval(sql.KEPT, content_hash):
+                await connection.execute(sql.KEEP, content_hash, content)
+        finally:
+            known = await digesting
         kept[server] = Kept(written["version"], content_hash, known)
         await _set_sum(connection, environment, server, known, sums)
     return kept

@@ -23,6 +23,7 @@ guarded pool), rpc and endpoint (the wire), process (the runner).
 
 from typing import TYPE_CHECKING, Any
 
+from megamcp.documents.table import Table
 from megamcp.sdk.classes import read_only
 from megamcp.sdk.inject import Clock, Context, Random
 from megamcp.sdk.results import ToolError
@@ -37,6 +38,7 @@ __all__ = [
     "Context",
     "Random",
     "Server",
+    "Table",
     "Tool",
     "ToolError",
     "ToolSignatureError",

@@ -11,16 +11,20 @@
 
 The state is one JSON document: what `dump()` gives and `load(document)` takes, where the class has both, else the
 object's attributes. What an attribute may be is what comes back from JSON as it was: so no tuple, set or object of
-another class, and the way out is to write the two methods. `load` is called on an object that `cls()` made.
+another class, and the way out is to write the two methods. `load` is called on an object that `cls()` made. An
+attribute with very many items may be a `Table`, where the class's body says so.
 
 Not here: where documents are kept (`documents`), and how one is packed (`megamcp.documents.content`).
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_origin
 
+from megamcp.documents.content import NotJson, pointer
+from megamcp.documents.table import Table
 from megamcp.sdk.signature import ToolSignatureError
 
 LOAD, DUMP = "load", "dump"
@@ -74,6 +78,8 @@ class Kept:
 
     cls: type
     by_methods: bool
+    tables: frozenset[str] = frozenset()
+    """Attributes that are tables."""
 
     @classmethod
     def of(cls, kept: type) -> "Kept":
@@ -101,7 +107,7 @@ class Kept:
         ]
         if needed:
             raise ToolSignatureError(f"class {kept.__qualname__} is made without arguments, but needs {needed[0].name}")
-        return cls(kept, bool(found))
+        return cls(kept, bool(found), frozenset() if found else frozenset(_tables(kept)))
 
     @property
     def tuples(self) -> bool:
@@ -119,16 +125,43 @@ class Kept:
         if not isinstance(document, dict):
             raise TypeError(f"the document of class {self.cls.__qualname__} is an object with its attributes")
         made.__dict__.update(document)
+        for name in self.tables & document.keys():
+            if not isinstance(document[name], dict):
+                raise TypeError(f"{name} is a Table, so the document must have an object there")
+            made.__dict__[name] = Table(document[name])
         return made
 
     async def dumped(self, instance: Any) -> Any:
-        return instance.dump() if self.by_methods else instance.__dict__
+        if self.by_methods:
+            return instance.dump()
+        for name, value in instance.__dict__.items():
+            if (type(value) is Table) != (name in self.tables):
+                kind = type(value).__qualname__
+                raise NotJson(
+                    f"{pointer((name,))} is a {kind}, but class {self.cls.__qualname__} says otherwise.",
+                    hint=f"Write `{name}: Table` in the class's body, and keep a Table there: a load makes it one.",
+                )
+        return instance.__dict__
 
     def usable(self, instance: Any) -> bool:
         return True
 
     def drop(self, instance: Any) -> None:
         return
+
+
+def _tables(cls: type) -> Iterator[str]:
+    """Attributes of which the class's body says that they are tables."""
+    for base in cls.__mro__:
+        for name, annotation in inspect.get_annotations(base).items():
+            said: Any = annotation
+            if isinstance(said, str):
+                try:
+                    said = eval(said, vars(sys.modules[base.__module__]))
+                except Exception:  # a name for type checkers only: a table among them is told of when it is dumped
+                    continue
+            if said is Table or get_origin(said) is Table:
+                yield name
 
 
 def methods(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:

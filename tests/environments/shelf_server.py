@@ -2,17 +2,18 @@
 
 import os
 import time
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from megamcp.sdk import Clock, ToolError, read_only
+from megamcp.sdk import Clock, Table, ToolError, read_only
 
 
 class Shelf:
     """Keeps things under keys."""
 
     def __init__(self) -> None:
-        self.things: dict[str, Any] = {"first": "seeded"}
+        self.things: MutableMapping[str, Any] = {"first": "seeded"}
         self.count = 0
 
     def put(self, key: str, value: str) -> int:
@@ -36,7 +37,7 @@ class Shelf:
     @read_only
     def all(self) -> dict[str, Any]:
         """Look at everything."""
-        return {"things": self.things, "count": self.count}
+        return {"things": dict(self.things), "count": self.count}
 
     @read_only
     def sneak(self, key: str) -> None:
@@ -45,7 +46,7 @@ class Shelf:
 
     def fill(self, count: int, size: int) -> int:
         """Put many things there."""
-        self.things |= {f"thing-{number:06}": "x" * size for number in range(count)}
+        self.things.update({f"thing-{number:06}": "x" * size for number in range(count)})
         return len(self.things)
 
     def spoil(self, how: str) -> None:
@@ -79,6 +80,16 @@ class Shelf:
         """An `async def` method."""
         self.things[key] = "later"
         return key
+
+
+class Ledger(Shelf):
+    """The same, by a table."""
+
+    things: Table[Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.things = Table(self.things)
 
 
 class Tower:

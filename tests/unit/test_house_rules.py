@@ -60,6 +60,7 @@ DIRECTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (
             "megamcp.sdk",
             "megamcp.documents.content",
+            "megamcp.documents.table",
             "megamcp.errors",
             "megamcp.outages",
             "megamcp.plain",

@@ -321,10 +321,10 @@ async def test_a_randints_range_is_covered_from_the_states_bytes() -> None:
 def test_the_public_surface_is_what_all_says() -> None:
     import megamcp.sdk as sdk
 
-    public = {"Clock", "Context", "Random", "Server", "Tool", "ToolError", "ToolSignatureError"}
+    public = {"Clock", "Context", "Random", "Server", "Table", "Tool", "ToolError", "ToolSignatureError"}
     public |= {"read_only", "serve_tool_server"}
     assert set(sdk.__all__) == public
     for name in public:
-        assert getattr(sdk, name).__module__.startswith("megamcp.sdk.")
+        assert getattr(sdk, name).__module__.startswith(("megamcp.sdk.", "megamcp.documents.table"))
     with pytest.raises(AttributeError):
         sdk.nothing  # noqa: B018

@@ -26,6 +26,7 @@ env = { SHELF_MARKS = "@FOLDER@" }
 [servers.shelf.state]
 kind = "document"
 """
+LEDGER = TOML.replace('name = "shelf"', 'name = "ledger"').replace(":Shelf", ":Ledger")
 TOWER = """
 name = "tower"
 [servers.tower]
@@ -63,7 +64,7 @@ class Library:
 async def environments(postgres_dsn: str, folder: Path) -> AsyncIterator[str]:
     """DSN of a database with the environments of this folder's tests."""
     folders = []
-    for name, text in (("shelf", TOML), ("tower", TOWER)):
+    for name, text in (("shelf", TOML), ("ledger", LEDGER), ("tower", TOWER)):
         (folder / name).mkdir()
         (folder / name / "environment.toml").write_text(text.replace("@FOLDER@", str(folder)))
         (folder / name / "shelf_server.py").write_text(SERVER.read_text())

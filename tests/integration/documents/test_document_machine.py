@@ -32,7 +32,7 @@ class Shelves(RuleBasedStateMachine):
         self.state: dict[str, Held] = {}
         self.frozen: dict[str, tuple[str, str, Held]] = {}
         self.digests: dict[str, str] = {}
-        self.turn = 0
+        self.turn = self.opened = 0
 
     def on(self, rollout: str, verb: str, *arguments: Any, **named: Any) -> Any:
         """By either gateway, in turn."""
@@ -52,16 +52,20 @@ class Shelves(RuleBasedStateMachine):
         assert self.digests.setdefault(content, digest) == digest, "equal documents, different digests"
 
     def open(self) -> str:
+        """Of a class that keeps a dict, or a table."""
+        self.opened += 1
+        name = ("ledger", "shelf")[self.opened % 2]
+
         async def go() -> str:
-            return (await self.clients[0].open("shelf")).id
+            return (await self.clients[0].open(name)).id
 
         rollout = self.portal.call(go)
         self.state[rollout] = ({"first": "seeded"}, 0)
         return rollout
 
     @initialize(target=rollouts)
-    def first(self) -> str:
-        return self.open()
+    def first(self) -> Any:
+        return multiple(self.open(), self.open())
 
     @rule(rollout=rollouts, key=KEYS, value=VALUES, tries=st.integers(1, 2))
     def put(self, rollout: str, key: str, value: str, tries: int) -> None:
