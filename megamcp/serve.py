@@ -53,7 +53,9 @@ def serve(settings: Settings) -> None:
 
 async def _serve(settings: Settings) -> None:
     # Taken first: a port that is in use is told at once, and nothing is left running.
-    listener = listen(settings.host, settings.port)
+    listener = listen(settings.host, settings.port, "--port")
+    if settings.relay_port:
+        listen(settings.relay_host, settings.relay_port, "MEGAMCP_RELAY_PORT").close()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(listener.close)
         if settings.database_url is None:
@@ -85,8 +87,8 @@ def connections_needed(settings: Settings) -> int:
     return max(200, settings.workers * each + 20)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `Conflict` when the port is taken."""
+def listen(host: str, port: int, setting: str) -> socket.socket:
+    """A listening socket. Raises `Conflict` when the port that this setting names is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,12 +107,12 @@ def listen(host: str, port: int) -> socket.socket:
                 raise Conflict(
                     f"Can't listen on {host}:{port}: {error.strerror}.",
                     code="port_in_use",
-                    hint="Choose another with --port (0 takes a free one), or stop what listens there.",
+                    hint=f"Choose another with {setting} (0 takes a free one), or stop what listens there.",
                 ) from error
             raise Unprocessable(
                 f"Can't listen on {host}:{port}: {error.strerror}.",
                 code="cannot_listen",
-                hint="--host must be an address of this machine; ports below 1024 need rights.",
+                hint="It must be an address of this machine; ports below 1024 need rights.",
             ) from error
     listener.listen(2048)
     listener.setblocking(False)

@@ -106,6 +106,8 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         try:
             async with asyncio.timeout(START_S):
                 await instance.ready()
+            if settings.relay_port:
+                await door.open()
             tasks += [asyncio.create_task(work.run()) for work in (reaper, squasher, keeper, tender)]
             yield Services(
                 settings,

@@ -56,7 +56,14 @@ class Settings(BaseSettings):
         "127.0.0.1", description="Address that SQL clients with a rollout's DSN connect to; `0.0.0.0` for all."
     )
     relay_port: int = Field(
-        0, ge=0, le=65535, description="Port that they connect to; 0 takes a free one, different in each process."
+        0,
+        ge=0,
+        le=65535,
+        description="Port that they connect to, listened on from the start; 0 takes a free one, different in each"
+        " process, when it is first needed.",
+    )
+    relay_public_port: int | None = Field(
+        None, ge=1, le=65535, description="Port that DSNs name, where clients come in by another than the relay's own."
     )
     host: str = Field("127.0.0.1", description="Address that `megamcp serve` listens on.")
     port: int = Field(8600, ge=0, le=65535, description="Port that `megamcp serve` listens on; 0 takes a free one.")

@@ -1,7 +1,8 @@
 """The door for SQL clients: a DSN for each rollout's own database, and the relay that it leads to.
 
 The DSN names the rollout and the server, not the database: the relay asks here where that is now, so the DSN stays good
-when the rollout is rolled back to a copy. Opened when the first DSN is asked for.
+when the rollout is rolled back to a copy. Opened at the start where its port is set, so that a DSN which another
+gateway gave out is good here too; else when the first DSN is asked for.
 """
 
 import asyncio
@@ -41,18 +42,19 @@ class Door:
         Raises `NotFound`, `Gone`, `Unprocessable` (`no_database`), `Conflict` (`port_in_use`).
         """
         name = (await self._find(rollout, server))[0].name
-        await self._open()
+        await self.open()
+        port = self._settings.relay_public_port or self._port
         host = self._settings.relay_host
         if host in ANY:
             host = reached_as or "127.0.0.1"
         password = self._password(rollout, name)
         place = f"[{host}]" if ":" in host else host
-        url = f"postgresql://{rollout}:{password}@{place}:{self._port}/{quote(name, safe='')}"
+        url = f"postgresql://{rollout}:{password}@{place}:{port}/{quote(name, safe='')}"
         return {
             "server": name,
             "dsn": url,
             "host": host,
-            "port": self._port,
+            "port": port,
             "user": rollout,
             "database": name,
             "password": password,
@@ -63,21 +65,22 @@ class Door:
         if self._relay is not None:
             await self._relay.close()
 
-    async def _open(self) -> None:
+    async def open(self) -> None:
+        """Lets clients in. Raises `Conflict` (`port_in_use`)."""
         async with self._opening:
-            if self._relay is None:
-                relay = Relay(self._resolve)
-                try:
-                    port = self._settings.relay_port
-                    shared = port != 0 and self._settings.workers > 1
-                    self._port = await relay.listen(self._settings.relay_host, port, shared=shared)
-                except OSError as error:
-                    raise Conflict(
-                        f"The relay can't listen on {self._settings.relay_host}:{self._settings.relay_port}: {error}.",
-                        code="port_in_use",
-                        hint="Set MEGAMCP_RELAY_PORT to a free one, or to 0.",
-                    ) from error
-                self._relay = relay
+            if self._relay is not None:
+                return
+            relay = Relay(self._resolve)
+            host, port = self._settings.relay_host, self._settings.relay_port
+            try:
+                self._port = await relay.listen(host, port, shared=port != 0 and self._settings.workers > 1)
+            except OSError as error:
+                raise Conflict(
+                    f"The relay can't listen on {host}:{port}: {error.strerror or error}.",
+                    code="port_in_use",
+                    hint="Set MEGAMCP_RELAY_PORT to a free one, or to 0.",
+                ) from error
+            self._relay = relay
 
     async def _resolve(self, user: str, database: str) -> Route:
         """Where a client's login leads right now."""

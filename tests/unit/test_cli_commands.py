@@ -1,6 +1,7 @@
 """The command line says clearly what is wrong, keeps stdout for answers, and starts quickly."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -102,13 +103,15 @@ def test_a_setting_that_is_wrong_is_told_by_name(cli: CliRunner) -> None:
     assert "Traceback" not in result.output
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(cli: CliRunner) -> None:
+@pytest.mark.parametrize("setting", ["MEGAMCP_PORT", "MEGAMCP_RELAY_PORT"])
+def test_a_port_that_is_taken_is_told_before_anything_starts(setting: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
+        ports = {"MEGAMCP_PORT": "0", setting: str(taken.getsockname()[1])}
         done = subprocess.run(
-            [sys.executable, "-m", "megamcp.cli", "serve", "--port", port, "--data-dir", "/nonexistent/megamcp"],
+            [sys.executable, "-m", "megamcp.cli", "serve", "--data-dir", "/nonexistent/megamcp"],
+            env={**os.environ, **ports},
             capture_output=True,
             text=True,
             timeout=60,

@@ -81,3 +81,10 @@ async def test_a_dsn_ends_with_its_rollout(shop: Shop) -> None:
 async def test_a_server_without_a_database_is_told(shop: Shop) -> None:
     with pytest.raises(Unprocessable, match="no server 'other'"):
         await shop.services.door.dsn(await shop.one(), "other")
+
+
+async def test_a_dsn_names_the_port_that_clients_come_in_by(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shop.services.settings, "relay_public_port", 7654)
+    given = await shop.services.door.dsn(await shop.one(), None)
+    assert given["port"] == 7654
+    assert ":7654/" in given["dsn"]
