@@ -14,11 +14,15 @@ ARG PIP_TRUSTED_HOST
 RUN python3 -m venv /opt/megamcp
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
+# By themselves, so that a change of the source leaves this layer as it is.
+RUN python3 -c "import tomllib; told = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    print(*told['dependencies'], *told['optional-dependencies']['docker'], sep='\n')" > /tmp/requirements.txt \
+ && /opt/megamcp/bin/python -m pip install --no-cache-dir --disable-pip-version-check -r /tmp/requirements.txt
 COPY migrations migrations
 COPY sandboxes sandboxes
 COPY tool_servers tool_servers
 COPY megamcp megamcp
-RUN /opt/megamcp/bin/python -m pip install --no-cache-dir --disable-pip-version-check '.[docker]'
+RUN /opt/megamcp/bin/python -m pip install --no-cache-dir --disable-pip-version-check --no-deps .
 
 FROM ${PYTHON_IMAGE}
 RUN groupadd --gid 10001 megamcp && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/megamcp megamcp \

@@ -25,7 +25,7 @@ import asyncpg
 import pytest
 import pytest_asyncio
 
-from megamcp.client import Client
+from megamcp.client import Client, Unavailable
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -56,6 +56,25 @@ server = Server("shelf")
 @server.tool
 async def count(db: AsyncConnection) -> int:
     return int((await db.execute(text("select count(*) from books"))).scalar_one())
+""",
+}
+NOTES = {
+    "environment.toml": """
+name = "notes"
+[servers.notes]
+entry = "kept_notes:Notes"
+[servers.notes.state]
+kind = "process"
+runtime = "fork"
+""",
+    "kept_notes.py": """
+class Notes:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> list[str]:
+        self.lines.append(line)
+        return self.lines
 """,
 }
 # This machine, as a container on the engine's own bridge sees it.
@@ -153,10 +172,10 @@ def stack(base_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         shutil.copy(ROOT / name, folder / name)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shelf = folder / "environments" / "shelf"
-    shelf.mkdir(parents=True)
-    for name, text in SHELF.items():
-        (shelf / name).write_text(text)
+    for environment, files in (("shelf", SHELF), ("notes", NOTES)):
+        (folder / "environments" / environment).mkdir(parents=True)
+        for name, text in files.items():
+            (folder / "environments" / environment / name).write_text(text)
     wheels = tmp_path_factory.mktemp("wheels")
     version = "import sys; print('%d.%d' % sys.version_info[:2])"
     download(wheels, run("docker", "run", "--rm", base_image, "python3", "-c", version).strip())
@@ -176,7 +195,7 @@ def stack(base_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             "COMPOSE_PROJECT_NAME": project,
             "POSTGRES_PASSWORD": secrets.token_hex(16),
             "ENVIRONMENTS_DIR": "./environments",
-            "MEGAMCP_ENVIRONMENTS": '["/environments/shelf"]',
+            "MEGAMCP_ENVIRONMENTS": '["/environments/shelf", "/environments/notes"]',
             "PORT": str(ports[0]),
             "RELAY_PORT": str(ports[1]),
             "PYTHON_IMAGE": base_image,
@@ -236,6 +255,21 @@ async def test_a_rollouts_dsn_leads_through_the_front_to_its_database(stack: Sta
     await connection.execute("insert into books values ('by any client')")
     await connection.close()
     assert (await rollout.call("count")).value == 2
+
+
+async def test_the_keeper_of_a_profile_has_sandboxes_and_without_it_that_is_told(stack: Stack, client: Client) -> None:
+    rollout = await client.open("notes")
+    with pytest.raises(Unavailable) as caught:
+        await rollout.call("add", line="one")
+    assert caught.value.code == "sandboxes_unavailable"
+    stack.compose("--profile", "sandboxes", "up", "--detach", "--wait", "keeper")
+    assert (await rollout.call("add", line="one")).value == ["one"]
+    point = await rollout.checkpoint()
+    await rollout.call("add", line="two")
+    (fork,) = await point.fork()
+    assert (await fork.call("add", line="other")).value == ["one", "other"]
+    await rollout.rollback(point)
+    assert (await rollout.call("add", line="three")).value == ["one", "three"]
 
 
 async def test_two_gateways_share_all_and_one_may_be_killed(stack: Stack, client: Client) -> None:
