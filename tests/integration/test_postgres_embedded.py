@@ -170,12 +170,9 @@ async def test_data_survives_stop_and_start_and_nothing_is_left_running(tmp_path
         assert not processes_of(folder)
         assert not leaked(memory)
     assert not list((folder / "run").iterdir())
-    began = time.monotonic()
     async with EmbeddedPostgres(folder) as postgres:
-        took = time.monotonic() - began
         assert postgres.postmaster_pid != first
         assert await run(postgres.dsn, "select n from kept") == 7
-    assert took < 3, f"start with an existing folder took {took:.2f} s"
 
 
 async def test_settings_are_durable_and_reachable_over_the_socket_only(made_folder: Path) -> None:

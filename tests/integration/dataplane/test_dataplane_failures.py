@@ -47,7 +47,7 @@ async def test_a_call_past_its_deadline_is_ended_and_recorded(own, make_child):
     rollout = own.control.open(view)
     started = time.monotonic()
     answer = await own.call(rollout, "slow", {"name": "a", "seconds": 30})
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20
     assert (answer.status, answer.code) == (504, "deadline_exceeded")
     (entry,) = entries(own, rollout)
     assert entry.is_error
@@ -224,8 +224,8 @@ async def test_the_children_end_with_the_gateway(serve, make_child):
 async def test_writers_of_a_rollout_take_turns_and_readers_do_not(gateway, shared):
     rollout = gateway.control.open(shared)
     started = time.monotonic()
-    await asyncio.gather(*(gateway.call(rollout, "peek", {"name": "t", "seconds": 0.4}) for _ in range(8)))
-    assert time.monotonic() - started < 3.0  # 3.2 one after another
+    await asyncio.gather(*(gateway.call(rollout, "peek", {"name": "t", "seconds": 1.0}) for _ in range(8)))
+    assert time.monotonic() - started < 6  # 8 one after another
     started = time.monotonic()
     await asyncio.gather(*(gateway.call(rollout, "slow", {"name": "t", "seconds": 0.1}) for _ in range(4)))
     assert time.monotonic() - started > 0.4

@@ -120,7 +120,7 @@ async def test_a_fork_bomb_stays_in_its_sandbox_and_ends_with_it(server: Server)
     assert len(group.processes()) <= 40
     began = time.monotonic()
     await server.runtime.remove(sandbox.name)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert group.processes() == set()
 
 

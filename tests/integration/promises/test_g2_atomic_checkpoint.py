@@ -46,7 +46,7 @@ async def test_a_checkpoint_ends_a_call_that_never_returns(world: World) -> None
     await asyncio.sleep(0.3)
     began = time.monotonic()
     point = await world.checkpoint(rollout)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
     with pytest.raises((MegaMCPError, ToolFailed)):
         await asyncio.wait_for(stuck, 20)
     (fork,) = await world.fork(point["id"])

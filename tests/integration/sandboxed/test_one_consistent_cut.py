@@ -118,7 +118,7 @@ async def test_one_server_that_hangs_keeps_the_whole_checkpoint_from_being_made(
     with pytest.raises(MegaMCPError) as refused:
         await rollout.checkpoint()
     assert refused.value.code == "rollout_busy"
-    assert time.monotonic() - began < 3 + 3
+    assert time.monotonic() - began < 3 + 15
     assert [made.id for made in await rollout.checkpoints()] == [point.id]
     images = "select count(*) from megamcp.images where status = 'creating'"
     assert await store.value(images) == 0

@@ -60,13 +60,13 @@ async def test_calls_cancelled_at_any_moment_leak_no_connection(narrow: Client, 
             await asyncio.wait_for(call, chance.uniform(0.001, 0.2))
 
     await asyncio.gather(*(one(number) for number in range(150)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         began = asyncio.get_running_loop().time()
-        waits = [{"seconds": 0.4, "name": name} for name in "ab"]
+        waits = [{"seconds": 2.0, "name": name} for name in "ab"]
         await asyncio.gather(
             *(narrow.call("wait", w, handle=counters.handle(r)) for w, r in zip(waits, rollouts, strict=False))
         )
-        assert asyncio.get_running_loop().time() - began < 0.78, "the pool has lost a connection"
+        assert asyncio.get_running_loop().time() - began < 3.8, "the pool has lost a connection"
     done = await counters.admin.fetchval(
         "select count(*) from megamcp.events where rollout = any ($1) and state = 'done' and arguments like '%\"b\"%'",
         rollouts,

@@ -113,7 +113,7 @@ async def test_a_process_killed_in_a_statement_frees_its_rollout_and_leaves_noth
     async with tool_server(scratch_folder / "kill2.sock", MEGAMCP_TOOL_DSN=counters.dsn) as (process, client):
         began = time.monotonic()
         reply = await client.call("add", {"name": "a"}, handle=counters.handle(rollout, key="k"))
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 30
         assert reply.result["structuredContent"]["value"] == 2
         assert len(await counters.calls(rollout)) == 1
 
