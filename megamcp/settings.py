@@ -110,10 +110,10 @@ class Settings(BaseSettings):
         0.5, ge=0, description="How long rollback and release wait for running calls before they end them."
     )
     database_log: int = Field(
-        64 << 20,
+        16 << 20,
         gt=0,
-        description="Undo log behind which a checkpoint is a copy of its own. What lies before the oldest one's copy"
-        " is trimmed.",
+        description="Undo log behind which a checkpoint is a copy of its own; no way back is much longer. What lies"
+        " before the oldest one's copy is trimmed.",
     )
     rewind_timeout_s: float = Field(
         60,

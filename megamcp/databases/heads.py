@@ -25,11 +25,11 @@ from megamcp.databases import journal as sql
 from megamcp.databases.clusters import Clusters
 from megamcp.databases.sources import Sources
 from megamcp.environments import LoadedEnvironment, LoadedServer
-from megamcp.errors import DeadlineExceeded, Gone, MegaMCPError, NoCapacity
+from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NoCapacity
 from megamcp.failpoints import failpoint
 from megamcp.handles import Signer
 from megamcp.settings import Settings
-from megamcp.state.clones import CallRow, Cluster, Standing
+from megamcp.state.clones import CallRow, Cluster, Inside, Standing
 from megamcp.store import Store, translated
 
 log = logging.getLogger(__name__)
@@ -309,51 +309,96 @@ class Databases:
         environment: LoadedEnvironment,
         lineage: Mapping[str, int],
     ) -> tuple[dict[str, int], int]:
-        """A copy that stands at a point. Returns its lineage and the id of its last call."""
-        assert server.database is not None
+        """A copy that stands at a point. Returns its lineage and the id of its last call.
+
+        A copy of the database whose point it is has what came after it undone; a sealed copy from before the point, or
+        the source, has the log played on. Which is less is done, or what can be: DDL can be neither undone nor played.
+        """
+        if point.sealed is not None and point.sealed_position == point.position:
+            return await self._copy_replayed(cluster, point, name, server, environment, lineage)
+        if found := await self._copy_undone(cluster, point, name, lineage):
+            return found
+        await cluster.drop(name, name)
+        try:
+            return await self._copy_replayed(cluster, point, name, server, environment, lineage)
+        except Conflict as error:
+            log.warning("a point can't be reached from a copy before it: %s", error)
+            await cluster.drop(name, name)
+            if found := await self._copy_undone(cluster, point, name, lineage, however_far=True):
+                return found
+            raise
+
+    async def _copy_undone(
+        self, cluster: Cluster, point: Point, name: str, lineage: Mapping[str, int], *, however_far: bool = False
+    ) -> tuple[dict[str, int], int] | None:
         standing = await self.copy(cluster, point.database, name, at=point.position)
-        reached = standing is not None and standing.there
-        if not reached:
+        if standing is None or not standing.there:
             async with cluster.inside(name) as inside:
                 standing = await inside.standing(point.position)
-                reached = standing.there or await inside.go_back(
-                    point.position, within_s=self._settings.rewind_timeout_s
-                )
-        assert standing is not None
-        if reached:
-            return {**lineage, point.database: standing.head}, standing.call
-        # DDL came after it, or it takes too long. A sealed copy or the source can be played on: no DDL lies between.
+                if not standing.there and not (
+                    (however_far or not await self._is_far(inside, cluster, point.position, point.sealed_position))
+                    and await inside.go_back(point.position, within_s=self._settings.rewind_timeout_s)
+                ):
+                    return None
+        return {**lineage, point.database: standing.head}, standing.call
+
+    async def _copy_replayed(
+        self,
+        cluster: Cluster,
+        point: Point,
+        name: str,
+        server: LoadedServer,
+        environment: LoadedEnvironment,
+        lineage: Mapping[str, int],
+    ) -> tuple[dict[str, int], int]:
+        """No DDL lies between the sealed copy, or the source, and the point."""
+        assert server.database is not None
         sealed, after = point.sealed, point.sealed_position
         if sealed is None or after is None:
             sealed, after = await self.sources.of(server.database, cluster.name), 0
-        async with contextlib.AsyncExitStack() as stack:
-            log_of = await self.plan(stack, cluster, server, environment, None, {})
-            assert log_of is not None
-            await self.copy(cluster, point.database, log_of)
-            await cluster.drop(name, name)
+        if after == point.position:
             await self.copy(cluster, sealed, name)
-            async with cluster.inside(name) as inside, cluster.inside(log_of) as log:
-                last_call = await inside.redo(log, after, point.position, within_s=self._settings.rewind_timeout_s)
-            await self.underway.ready(log_of, sealed=False)
+            async with cluster.inside(name) as inside:
+                last_call = (await inside.standing(after)).call
+        else:
+            async with contextlib.AsyncExitStack() as stack:
+                log_of = await self.plan(stack, cluster, server, environment, None, {})
+                assert log_of is not None
+                await self.copy(cluster, point.database, log_of)
+                await self.copy(cluster, sealed, name)
+                async with cluster.inside(name) as inside, cluster.inside(log_of) as played:
+                    last_call = await inside.redo(
+                        played, after, point.position, within_s=self._settings.rewind_timeout_s
+                    )
+                await self.underway.ready(log_of, sealed=False)
         known = {ancestor: min(position, after) for ancestor, position in lineage.items()}
         return {**known, point.database: after, sealed: after}, last_call
+
+    async def _is_far(self, inside: Inside, cluster: Cluster, position: int, sealed_position: int | None) -> bool:
+        """Whether a copy of what is sealed before a position gets there sooner than undoing what came after it."""
+        base = 0 if sealed_position is None or sealed_position > position else sealed_position
+        return await inside.is_far(position, base, shared=cluster.reflink)
 
     # -- following the rollout --------------------------------------------------------------------------------------
 
     async def carry_out(self, rollout: str, server: str, head: Mapping[str, Any], patience_s: float = 0.5) -> bool:
-        """The rollback that a database still owes. False: its log can't reach it, the database is given up."""
+        """The rollback that a database still owes. False: given up, since only a copy gets there, or sooner."""
         cluster = await self.clusters.named(head["cluster"])
         name = head["name"]
         standing = await self._store.row(sql.STANDING, rollout)
         epoch = standing["epoch"] if standing else -1
         position = head["rewind_to"]
+        origin = await self._store.row(sql.ORIGIN, rollout, server)
         tell = self.tell(cluster, name, "the rollout was rolled back")
         async with cluster.hold(name, patience_s=patience_s, on_busy=tell) as inside:
             if (bound := await inside.bound()) and bound.rollout == rollout and bound.epoch >= epoch:
                 reached = True  # another process, or this one before it was killed
             else:
                 await cluster.mend_logins(name, self.password)
-                if reached := await inside.go_back(position, within_s=self._settings.rewind_timeout_s):
+                reached = not await self._is_far(
+                    inside, cluster, position, origin and origin["sealed_position"]
+                ) and await inside.go_back(position, within_s=self._settings.rewind_timeout_s)
+                if reached:
                     await inside.bind(rollout, server, epoch)
         await failpoint("database.rewound")
         if reached:

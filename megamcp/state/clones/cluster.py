@@ -352,9 +352,11 @@ class Cluster:
                 f"create database {ident(target)} template {ident(source_name)} strategy file_copy"
                 " allow_connections false"
             )
-        except asyncpg.DiskFullError as error:
+        except (asyncpg.DiskFullError, asyncpg.InternalServerError) as error:
+            # The other one is of the checkpoint that PostgreSQL makes first: why that failed is in its log only.
+            told = "is full" if isinstance(error, asyncpg.DiskFullError) else f"seems to be full ({error})"
             raise Unavailable(
-                f"The disk of state cluster {self.name} is full: no copy of {source_name} was made.",
+                f"The disk of state cluster {self.name} {told}: no copy of {source_name} was made.",
                 code="disk_full",
                 hint="Release rollouts and checkpoints, or give the cluster more room.",
             ) from error

@@ -65,6 +65,17 @@ _COPY_CALL = """insert into megamcp.calls (id, nonce, rollout, server, epoch, se
   select $1, $2, $3, $4, $5, h.segment, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15 from megamcp.here h"""
 
 
+# How much log there is between here and a mark ($1), and from an earlier position ($2) to it.
+_WEIGHT = """(select coalesce(sum(coalesce(pg_column_size(l.removed), 0) + coalesce(pg_column_size(l.added), 0)), 0)
+  from unnest({}) r (span) join megamcp.log l on l.id >= lower(r.span) and l.id < upper(r.span))"""
+_WEIGHTS = f"""select {_WEIGHT.format("megamcp.way_back(m.position)")} as back,
+    {_WEIGHT.format("megamcp.spans($2, m.segment, m.position)")} as forth,
+    pg_database_size(current_database()) as size
+  from megamcp.marks m where m.position = $1"""
+_COPY_BYTES = 1 << 20
+_SIZE_PER_LOG = 256
+
+
 class Inside:
     """One database. What moves it (`mark`, `rewind`, `redo`, `bind`) wants the lock of `Cluster.hold`."""
 
@@ -118,6 +129,18 @@ class Inside:
         return not await self.connection.fetchval(
             "select exists (select from megamcp.log where id > $1 and barrier is not null)", position
         )
+
+    async def is_far(self, position: int, base: int, *, shared: bool) -> bool:
+        """Whether a mark is sooner reached from a copy that stands at an earlier position than by undoing what is here.
+
+        Rows are put back at some MB of log a second. A copy costs as much as `_COPY_BYTES` of log, and where it doesn't
+        share its blocks 1/`_SIZE_PER_LOG` of the database's size besides; then the log from `base` on is played.
+        """
+        weights = await self.connection.fetchrow(_WEIGHTS, position, base)
+        if weights is None:
+            return False
+        copied = _COPY_BYTES + (0 if shared else weights["size"] // _SIZE_PER_LOG)
+        return bool(weights["back"] > weights["forth"] + copied)
 
     async def rewind(self, position: int, *, within_s: float | None = None) -> None:
         """Put rows and sequences back, in place. Whole or not at all, but for sequences, which a second run sets.
