@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from megamcp import __version__, metrics, outages
 from megamcp.api import router, stranger
 from megamcp.bodies import StrictBodies
+from megamcp.databases.clusters import check as check_clusters
 from megamcp.dataplane import Dataplane
 from megamcp.environments import Environments, bundled
 from megamcp.errors import MegaMCPError, Unavailable, Unprocessable
@@ -151,7 +152,7 @@ def add_health(app: FastAPI) -> None:
 
 
 async def prepare(settings: Settings, dsn: str) -> None:
-    """Once per start, before any worker: check the server, migrate, load the environments that are asked for.
+    """Once per start, before any worker: check the servers, migrate, load the environments that are asked for.
 
     Raises `Unavailable`, and what `migrate` and `Environments.load` raise.
     """
@@ -166,6 +167,7 @@ async def prepare(settings: Settings, dsn: str) -> None:
                 log.info("environment %s ready in %.2f s", loaded.full_name, time.monotonic() - started)
             await _warn_of_few_connections(settings, store, environments)
 
+    await answered(lambda: check_clusters([url.get_secret_value() for url in settings.state_urls]))
     await patiently(dsn, load)
 
 
@@ -193,7 +195,7 @@ async def patiently(dsn: str, step: Callable[[], Awaitable[T]]) -> T:
     """
     give_up = time.monotonic() + START_PATIENCE_S
     while True:
-        await wait_for_server(dsn)
+        await answered(lambda: check_server(dsn))
         try:
             with translated():
                 return await step()
@@ -203,19 +205,19 @@ async def patiently(dsn: str, step: Callable[[], Awaitable[T]]) -> T:
             log.warning("the database went away while the gateway was starting; beginning again")
 
 
-async def wait_for_server(dsn: str) -> None:
-    """Returns once PostgreSQL answers and is new enough. Raises `Unavailable`, `Unprocessable`."""
+async def answered(check: Callable[[], Awaitable[Any]]) -> None:
+    """Returns once a server answers and can be used. Raises what `check` raises, `Unavailable` later."""
     began = time.monotonic()
     told = False
     while True:
         try:
-            await check_server(dsn)
+            await check()
         except Unavailable as error:
             if time.monotonic() > began + START_PATIENCE_S:
                 raise
             if not told:
                 told = True
-                log.warning("waiting up to %d s for the database: %s", START_PATIENCE_S, error)
+                log.warning("waiting up to %d s: %s", START_PATIENCE_S, error)
             await asyncio.sleep(0.2)
         else:
             return

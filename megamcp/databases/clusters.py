@@ -21,10 +21,10 @@ from urllib.parse import unquote, urlsplit
 import asyncpg
 
 from megamcp import outages
-from megamcp.errors import Gone, Unavailable
+from megamcp.errors import Gone, Unavailable, Unprocessable
 from megamcp.postgres import EmbeddedPostgres
 from megamcp.settings import Settings
-from megamcp.state.clones import Cluster, disk
+from megamcp.state.clones import Cluster, demand, disk, place
 from megamcp.state.clones.logins import scram_verifier
 from megamcp.state.names import literal
 
@@ -83,7 +83,7 @@ class Clusters:
         return list(self._clusters.values())
 
     async def ready(self) -> Sequence[Cluster]:
-        """Every cluster. Raises `Unavailable`, `Unprocessable` (`postgres_too_old`, missing rights)."""
+        """Every cluster. Raises `Unavailable`, `Unprocessable` (`bad_state_url`, and what `demand` raises)."""
         if not self._clusters:
             async with self._opening:
                 if not self._clusters:
@@ -147,21 +147,48 @@ async def _shorten_login(dsn: str) -> None:
         await connection.close()
 
 
+async def check(urls: Sequence[str]) -> None:
+    """Whether each cluster that MEGAMCP_STATE_URLS names can be one. Raises what `Clusters.ready` does."""
+    for url in urls:
+        connection = await _connect(url)
+        try:
+            await demand(connection, place(url))
+        finally:
+            await connection.close()
+
+
 async def _identifier(url: str) -> tuple[str, str]:
-    """What tells this cluster from all others, and the database's name. Raises `Unavailable`."""
-    try:
-        connection = await asyncpg.connect(url, timeout=10)
-    except outages.DRIVER as error:
-        raise Unavailable(
-            f"A state cluster can't be reached: {type(error).__name__}: {error}".rstrip(": "),
-            code="state_cluster_unreachable",
-            hint="MEGAMCP_STATE_URLS names them; each needs a login that may create databases and roles.",
-        ) from error
+    """What tells this cluster from all others, and the database's name. Raises what `_connect` does."""
+    connection = await _connect(url)
     try:
         query = "select system_identifier::text, current_database()::text from pg_control_system()"
         return tuple((await connection.fetchrow(query)).values())
     finally:
         await connection.close()
+
+
+async def _connect(url: str) -> asyncpg.Connection:
+    """Raises `Unavailable` (`state_cluster_unreachable`), `Unprocessable` (`bad_state_url`)."""
+    try:
+        return await asyncpg.connect(url, timeout=10)
+    except (asyncpg.exceptions.ClientConfigurationError, ValueError) as error:  # whose words may hold the password
+        raise Unprocessable(
+            f"A URL of MEGAMCP_STATE_URLS can't be used: {type(error).__name__}.",
+            code="bad_state_url",
+            hint="Each has the form postgresql://user:password@host:5432/database; escape special characters.",
+        ) from error
+    except (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError) as error:
+        raise Unprocessable(
+            f"The state cluster at {place(url)} refuses the login: {error}.",
+            code="bad_state_url",
+            hint="Check the user, the password and the database of this URL in MEGAMCP_STATE_URLS.",
+        ) from error
+    except outages.DRIVER as error:
+        raise Unavailable(
+            f"The state cluster at {place(url)} can't be reached: {str(error) or type(error).__name__}.",
+            code="state_cluster_unreachable",
+            hint="Check that PostgreSQL runs and listens there; MEGAMCP_STATE_URLS names it.",
+        ) from error
 
 
 def _mark(folder: Path) -> Path:

@@ -12,9 +12,11 @@ exactly once. What a clone is for (rollouts, checkpoints, leases) is the control
         mark = await inside.mark()
 """
 
+from megamcp.state.clones.access import place
 from megamcp.state.clones.cluster import Cluster
 from megamcp.state.clones.contents import compare
+from megamcp.state.clones.fitness import demand
 from megamcp.state.clones.inside import Inside
 from megamcp.state.clones.types import CallRow, Disk, Keys, Mark, Standing
 
-__all__ = ["CallRow", "Cluster", "Disk", "Inside", "Keys", "Mark", "Standing", "compare"]
+__all__ = ["CallRow", "Cluster", "Disk", "Inside", "Keys", "Mark", "Standing", "compare", "demand", "place"]

@@ -5,6 +5,7 @@ Raises `NotFound`, `Conflict` (`database_sealed`), `Unavailable`, `NoCapacity`: 
 
 import asyncio
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -24,12 +25,23 @@ COPIED_S = 5.0
 """How long a copy may take before its source counts as sealed."""
 
 
+def place(dsn: str) -> str:
+    """User, host and port of a DSN, for people. No password and no option but these."""
+    parts = urlsplit(dsn)
+    options = dict(parse_qsl(parts.query))
+    user = unquote(parts.netloc.rpartition("@")[0].partition(":")[0]) or options.get("user", "")
+    host = parts.netloc.rpartition("@")[2] or options.get("host", "localhost")
+    port = "" if re.search(r":\d+$", host) else f":{options.get('port', '5432')}"
+    return f"{user}{'@' if user else ''}{host}{port}"
+
+
 class Access:
     """Holds the superuser's DSN and the passwords of hands; neither is ever shown."""
 
     def __init__(self, cluster: str, dsn: str, most: int) -> None:
         self._cluster = cluster
         self._dsn = dsn
+        self.place = place(dsn)
         self._hands: dict[str, str] = {}  # database → password of its hand
         self.sessions = Sessions(most)
 
@@ -62,8 +74,9 @@ class Access:
             if not outages.lost(error):
                 raise
             raise Unavailable(
-                f"State cluster {self._cluster} can't be reached ({type(error).__name__}).",
+                f"State cluster {self._cluster} at {self.place} can't be reached ({type(error).__name__}).",
                 code="state_cluster_unavailable",
+                hint="Try again when it is back. If it is gone for good, what was on it is lost, the journal is not.",
             ) from error
 
     @asynccontextmanager

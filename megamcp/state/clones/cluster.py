@@ -63,7 +63,7 @@ class Cluster:
         `control` names the control plane's database where that is on the same cluster: rollouts' logins are kept out.
         """
         async with self._one_at_a_time() as connection:
-            self._folder = await fitness.examine(connection, self.name)
+            self._folder = await fitness.examine(connection, self._access.place)
             await fitness.close_others(connection, self.name, PREFIX, control)
             self.reflink = await fitness.shares_blocks(
                 connection, self.name, Path(self._folder) if self._access.is_local else None

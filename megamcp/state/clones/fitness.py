@@ -20,28 +20,33 @@ log = logging.getLogger(__name__)
 PROBE = "mm_probe"
 
 
-async def examine(connection: Any, cluster: str) -> str:
-    """Path of the data folder. Raises `Unprocessable` (`postgres_too_old`, `postgres_rights`)."""
+async def demand(connection: Any, where: str) -> None:
+    """Raises `Unprocessable` (`postgres_too_old`, `postgres_rights`) for a server that can't be a state cluster."""
     row = await connection.fetchrow(
         "select current_setting('server_version_num')::int as number,"
         " current_setting('server_version') as version,"
-        " (select setting from pg_settings where name = 'data_directory') as folder,"
         " rolsuper from pg_roles where rolname = current_user"
     )
     if row["number"] < 180000:
         raise Unprocessable(
-            f"State cluster {cluster} runs PostgreSQL {row['version']}; databases as state need 18.",
+            f"The state cluster at {where} runs PostgreSQL {row['version']}; databases as state need 18.",
             code="postgres_too_old",
-            hint="Name a PostgreSQL 18, or leave the setting out: the embedded one is 18.",
+            hint="Name a PostgreSQL 18 in MEGAMCP_STATE_URLS, or leave that out: the embedded one is 18.",
         )
     if not row["rolsuper"]:
         raise Unprocessable(
-            f"The login of state cluster {cluster} is no superuser.",
+            f"The login of the state cluster at {where} is no superuser.",
             code="postgres_rights",
-            hint="Databases as state need event triggers and changed catalogs, which only a superuser makes.",
+            hint="ALTER ROLE … SUPERUSER, or name another in MEGAMCP_STATE_URLS: databases as state need event triggers"
+            " and changed catalogs, which only a superuser makes.",
         )
+
+
+async def examine(connection: Any, where: str) -> str:
+    """Path of the data folder. Makes the roles that all databases share. Raises what `demand` raises."""
+    await demand(connection, where)
     await connection.execute(logins.group(logins.OWNER) + logins.group(logins.HANDS))
-    folder: str = row["folder"]
+    folder: str = await connection.fetchval("select setting from pg_settings where name = 'data_directory'")
     return folder
 
 

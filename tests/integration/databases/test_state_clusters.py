@@ -16,8 +16,9 @@ import pytest
 from pydantic import SecretStr
 from sqlalchemy.engine import make_url
 
+from megamcp import app
 from megamcp.app import prepare
-from megamcp.databases.clusters import SETTINGS
+from megamcp.databases.clusters import SETTINGS, check
 from megamcp.errors import MegaMCPError, NoCapacity, Unavailable, Unprocessable
 from megamcp.postgres import EmbeddedPostgres
 from megamcp.settings import Settings
@@ -61,20 +62,51 @@ async def test_a_cluster_that_can_not_be_reached(postgres_dsn: str) -> None:
             with pytest.raises(Unavailable, match="can't be reached") as refused:
                 await shop.run(rollout, "select 1")
             assert refused.value.code == "state_cluster_unreachable"
+            assert "postgres@127.0.0.1:1 " in str(refused.value)
             assert "secret" not in str(refused.value)
         assert await shop.services.store.value("select count(*) from megamcp.databases") == 0
+
+
+def elsewhere(dsn: str, **parts: str) -> str:
+    return make_url(dsn).set(**parts).render_as_string(hide_password=False)
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "words"),
+    [
+        ("postgresql://someone:secret@127.0.0.1:1/postgres", "state_cluster_unreachable", "someone@127.0.0.1:1 "),
+        ("postgresql://someone:secret/more@127.0.0.1:1/postgres", "bad_state_url", "MEGAMCP_STATE_URLS"),
+        ("mysql://someone:secret@127.0.0.1", "bad_state_url", "MEGAMCP_STATE_URLS"),
+        ({"password": "secret"}, "bad_state_url", "postgres@/"),
+        ({"database": "nowhere"}, "bad_state_url", '"nowhere" does not exist'),
+    ],
+)
+async def test_a_url_that_does_not_lead_to_a_cluster_is_told_at_the_start(
+    postgres_dsn: str, state_dsn: str, monkeypatch: pytest.MonkeyPatch, url: str | dict[str, str], code: str, words: str
+) -> None:
+    monkeypatch.setattr(app, "START_PATIENCE_S", 0)
+    bad = url if isinstance(url, str) else elsewhere(state_dsn, **url)
+    settings = Settings(database_url=SecretStr(postgres_dsn), state_urls=[SecretStr(state_dsn), SecretStr(bad)])
+    with pytest.raises(MegaMCPError) as refused:
+        await prepare(settings, postgres_dsn)
+    assert refused.value.code == code
+    assert words in refused.value.message
+    assert refused.value.hint
+    assert "secret" not in str(refused.value.problem())
 
 
 async def test_a_login_that_may_not_do_all_until_it_may(postgres_dsn: str, state_dsn: str) -> None:
     admin = await asyncpg.connect(state_dsn)
     await admin.execute("create role weak login createdb createrole password 'weak'")
-    weak = make_url(state_dsn).set(username="weak", password="weak").render_as_string(hide_password=False)
+    weak = elsewhere(state_dsn, username="weak", password="weak")
     await admin.execute("grant connect on database postgres to weak")
     try:
         async with shop_on(postgres_dsn, weak) as shop:
             with pytest.raises(Unprocessable, match="no superuser") as refused:
                 await served(shop)
             assert refused.value.code == "postgres_rights"
+            with pytest.raises(Unprocessable, match=r"weak@.*no superuser"):
+                await check([weak])  # as at the start
             await admin.execute("alter role weak superuser")
             await served(shop)
             for rollout in await shop.services.store.rows("select id from megamcp.rollouts where status = 'open'"):
@@ -108,6 +140,8 @@ async def test_a_cluster_that_is_too_old(postgres_dsn: str, old_postgres: str) -
         with pytest.raises(Unprocessable, match=r"PostgreSQL 16.* need 18") as refused:
             await served(shop)
         assert refused.value.code == "postgres_too_old"
+        with pytest.raises(Unprocessable, match=r"postgres@.* PostgreSQL 16.* need 18"):
+            await check([old_postgres])  # as at the start
         old = await asyncpg.connect(old_postgres)
         assert await old.fetchval("select count(*) from pg_roles where rolname ~ '^mm_'") == 0
         await old.close()
