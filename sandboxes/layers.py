@@ -160,6 +160,17 @@ def _remove(tree: Path) -> None:
     shutil.rmtree(tree, onerror=on_error)
 
 
+def open_to_all(tree: str | Path) -> bool:
+    """Whether any user may read the folders and the modules of Python in a folder."""
+    for place, _, names in os.walk(tree):
+        modules = [os.path.join(place, name) for name in names if name.endswith(".py")]
+        for path, needed in ((place, 0o005), *((path, 0o004) for path in modules)):
+            with contextlib.suppress(FileNotFoundError):  # an editor's link to nowhere
+                if os.stat(path).st_mode & needed != needed:
+                    return False
+    return True
+
+
 def size(tree: Path) -> int:
     """Bytes on disk of a folder, each file counted once and for a page at least. What vanishes meanwhile counts
     nothing, and no link is followed, also none that takes a folder's place meanwhile."""

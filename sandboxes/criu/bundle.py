@@ -111,11 +111,13 @@ def make_root(root: Path, shown: Seen, folders: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where on the host a container's things are. `network` is a descriptor's path, None for the host's network."""
+    """Where on the host a container's things are. `copies` are seen at a path instead of what the host has there;
+    `network` is a descriptor's path, None for the host's network."""
 
     root: Path
     merged: Path
     mounts: tuple[str, ...]
+    copies: dict[str, Path]
     packages: Path | None
     network: str | None
     group: str
@@ -131,10 +133,13 @@ def _config(spec: Spec, command: list[str], room: Room) -> dict[str, Any]:
     uid = uid_of(spec.template)
     environ = {"PATH": PATH, "HOME": spec.workdir, "LANG": "C.UTF-8", "TMPDIR": "/tmp", **spec.environ}
     limits = spec.limits
-    bound = [(path, path, "ro") for path in room.mounts]
+    bound = [(path, path, "ro") for path in room.mounts if path not in room.copies]
+    bound += [(str(copy), path, "ro") for path, copy in room.copies.items()]
     if room.packages is not None:
         bound.append((str(room.packages), PACKAGES, "ro"))
-    bound += [(str(room.merged / "tmp"), "/tmp", "rw"), (str(room.merged / "work"), spec.workdir, "rw")]
+    bound.append((str(room.merged / "tmp"), "/tmp", "rw"))
+    bound.sort(key=lambda mount: mount[1].startswith("/tmp/"))  # what lies there is mounted onto it
+    bound.append((str(room.merged / "work"), spec.workdir, "rw"))
     network = [] if room.network is None else [{"type": "network", "path": room.network}]
     return {
         "ociVersion": "1.0.2",

@@ -134,11 +134,13 @@ class Criu:
             merged = self._mount(spec, place, stack)
             network = None if spec.network else await asyncio.to_thread(_quiet_network)
             open_ += [network] if network is not None else []
+            shared = self._folders.template(spec.template)
             room = bundle.Room(
-                root=self._folders.template(spec.template) / "root",
+                root=shared / "root",
                 merged=merged,
                 mounts=template.mounts,
-                packages=self._folders.template(spec.template) / "packages" if template.packages else None,
+                copies={path: shared / copy for path, copy in template.copies.items()},
+                packages=shared / "packages" if template.packages else None,
                 network=None if network is None else f"/proc/{os.getpid()}/fd/{network}",
                 group=f"/{self._group}/{sandbox}",
                 settings=self._settings,

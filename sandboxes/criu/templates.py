@@ -20,14 +20,17 @@ from sandboxes.types import Kind, Limits, SandboxError, Spec
 _GETTING = Limits(memory=4 << 30, pids=1024, cpus=4, disk=8 << 30)
 _GETTING_S = 300.0
 _TAIL = 4000
+_READ_AND_ENTER = 0o005
 
 
 class Template(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found and made for a spec. `mounts` are paths of the host; `packages`: there is such a folder."""
+    """What was found and made for a spec. `mounts` are paths of the host, `copies` those that are seen as a folder of
+    the template has them; `packages`: there is such a folder."""
 
     command: list[str]
     mounts: tuple[str, ...]
     packages: bool
+    copies: dict[str, str] = {}
 
 
 class Templates:
@@ -100,12 +103,28 @@ class Templates:
                 f"The working folder {spec.workdir} would hide {hidden[0]}, which the server needs.",
                 hint="Choose another workdir.",
             )
+        for path in shown.mounts:
+            if path.startswith("/tmp/"):  # to be mounted on
+                (base / path[1:]).mkdir(parents=True, exist_ok=True)
+        copies = await self._copied(spec, folder, uid)
+        _demand_readable([path for path in needed if os.path.realpath(path) not in copies])
         points = "root" if spec.image is None else "points"
         bundle.make_root(folder / points, shown, ("/tmp", spec.workdir, *((bundle.PACKAGES,) if wanted else ())))
         (folder / "root").mkdir(exist_ok=True)
-        made = Template(command=command, mounts=shown.mounts, packages=wanted is not None)
+        made = Template(command=command, mounts=shown.mounts, packages=wanted is not None, copies=copies)
         (folder / "template.json").write_bytes(msgspec.json.encode(made))
         return made
+
+    async def _copied(self, spec: Spec, folder: Path, uid: int) -> dict[str, str]:
+        """Folders of an environment's code that only its owner may read: the server gets copies."""
+        copies: dict[str, str] = {}
+        for path in map(os.path.realpath, spec.pythonpath):
+            if not await asyncio.to_thread(layers.open_to_all, path):
+                copy = folder / f"code-{len(copies)}"
+                await layers.copy(Path(path), copy)
+                await asyncio.to_thread(_own, copy, uid)
+                copies[path] = copy.name
+        return copies
 
     async def _get(self, wanted: packages.Wanted, spec: Spec, folder: Path) -> None:
         """Fills `packages`, in containers that have the network and nothing else that sandboxes have."""
@@ -118,6 +137,7 @@ class Templates:
             root=place / "root",
             merged=place,
             mounts=shown.mounts,
+            copies={},
             packages=None,
             network=None,
             group=f"/{self._group}/{name}",
@@ -167,3 +187,14 @@ def _own(folder: Path, uid: int) -> None:
     for path, _, names in os.walk(folder):
         for name in ("", *names):
             os.chown(os.path.join(path, name), uid, uid, follow_symlinks=False)
+
+
+def _demand_readable(paths: list[str]) -> None:
+    """That who is nobody may enter these folders of the host. Raises `SandboxError`."""
+    for path in paths:
+        if os.path.isdir(path) and os.stat(path).st_mode & _READ_AND_ENTER != _READ_AND_ENTER:
+            raise SandboxError(
+                "invalid_spec",
+                f"The server needs the folder {path}, which only its owner may read; in a sandbox it runs as nobody.",
+                hint=f"chmod o+rx {path}, or put the program into another folder.",
+            )

@@ -151,7 +151,7 @@ class Driver:
                 raise Busy
             self._end_tools()
             known = {0, 1, 2, self._control.fileno(), place.stdin, place.stdout, place.ended, *descriptors}
-            self._files = stillness.alone(known, (place.folder, "/tmp"))
+            self._files = stillness.alone(known, (place.folder, "/tmp"), self._readable)
             with contextlib.suppress(OSError):
                 self._cwd = os.getcwd()
         child = os.fork()
@@ -199,8 +199,12 @@ class Driver:
         folder = order["workdir"]
         kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
         kernel.mount("overlay", "/.room", "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, order["overlay"])
-        for inside, outside in (("work", folder), ("tmp", "/tmp")):
-            kernel.mount(f"/.room/{inside}", outside, None, kernel.MS_BIND)
+        for path in self._readable:
+            if path.startswith("/tmp/"):  # else the sandbox's own /tmp hides it
+                os.makedirs(f"/.room{path}", exist_ok=True)
+                kernel.mount(path, f"/.room{path}", None, kernel.MS_BIND)
+        for inside, outside in (("tmp", "/tmp"), ("work", folder)):
+            kernel.mount(f"/.room/{inside}", outside, None, kernel.MS_BIND | kernel.MS_REC)
         os.chdir(folder)
         if self._cwd is not None:
             with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 _SQLITE = b"SQLite format 3\0"
 _ENDING_ROUNDS, _ENDING_S = 100, 0.0002
@@ -69,12 +69,16 @@ class OpenFile:
         os.close(fresh)
 
 
-def alone(known: Collection[int], folders: tuple[str, ...]) -> list[OpenFile]:
-    """The files that are open; those of these folders are the sandbox's own. `known` descriptors don't matter. Raises
-    `NotAlone`."""
+def alone(known: Collection[int], folders: Sequence[str], shared: Sequence[str] = ()) -> list[OpenFile]:
+    """The files that are open; those of these folders are the sandbox's own, but for what lies in `shared` ones.
+    `known` descriptors don't matter. Raises `NotAlone`."""
+
+    def own(path: str) -> bool:
+        return _within(path, folders) and not _within(path, shared)
+
     _demand_one_thread()
-    files = _open_files(known, folders)
-    _demand_own_memory(folders)
+    files = _open_files(known, own)
+    _demand_own_memory(own)
     return files
 
 
@@ -90,7 +94,7 @@ def _demand_one_thread() -> None:
     raise NotAlone(f"threads are alive besides the main one: {count - 1} that Python did not start")
 
 
-def _open_files(known: Collection[int], folders: tuple[str, ...]) -> list[OpenFile]:
+def _open_files(known: Collection[int], own: Callable[[str], bool]) -> list[OpenFile]:
     found: list[OpenFile] = []
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
@@ -111,7 +115,7 @@ def _open_files(known: Collection[int], folders: tuple[str, ...]) -> list[OpenFi
         if target.startswith("/memfd:"):
             raise NotAlone(f"memory that can be shared is open (descriptor {number}, {target})")
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-            found.append(OpenFile(number, target, own=_within(target, folders)))
+            found.append(OpenFile(number, target, own=own(target)))
     return found
 
 
@@ -130,16 +134,16 @@ def _socket(number: int) -> str:
         return words + ")"
 
 
-def _demand_own_memory(folders: tuple[str, ...]) -> None:
+def _demand_own_memory(own: Callable[[str], bool]) -> None:
     with open("/proc/self/maps") as maps:
         for line in maps:
             fields = line.split(maxsplit=5)
             path = fields[5].strip() if len(fields) > 5 else ""
             if fields[1][1] == "w" and fields[1][3] == "s":
                 raise NotAlone(f"memory is mapped that others may share ({path or 'without a name'})")
-            if _within(path, folders):
+            if own(path):
                 raise NotAlone(f"the file {path} is mapped into memory")
 
 
-def _within(path: str, folders: tuple[str, ...]) -> bool:
+def _within(path: str, folders: Sequence[str]) -> bool:
     return any(path == folder or path.startswith(folder + "/") for folder in folders)

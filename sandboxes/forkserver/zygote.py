@@ -70,7 +70,9 @@ async def warm(spec: Spec, folder: Path, uid: int | None) -> Zygote:
         await layers.copy(Path(spec.files), base / "work")
     else:
         (base / "work").mkdir()
-    (base / "tmp").mkdir()
+    for path in ("/tmp", spec.workdir, *_interpreter(spec)):
+        if Path(path).is_relative_to("/tmp"):  # to be mounted on: each sandbox has a /tmp of its own
+            (base / path[1:]).mkdir(parents=True, exist_ok=True)
     for name in ("run", "images"):
         (folder / name).mkdir(mode=0o700)
     code = [await _readable(Path(path), folder / "code" / str(n), uid) for n, path in enumerate(spec.pythonpath)]
@@ -147,7 +149,7 @@ def _interpreter(spec: Spec) -> list[str]:
 
 async def _readable(source: Path, copy: Path, uid: int | None) -> str:
     """Where the server sees a folder of code: where it is, or a copy if only its owner may read it."""
-    if uid is None or all(path.stat().st_mode & 0o004 for path in (source, *source.rglob("*.py"))):
+    if uid is None or await asyncio.to_thread(layers.open_to_all, source):
         return str(source)
     copy.parent.mkdir(exist_ok=True)
     await layers.copy(source, copy)

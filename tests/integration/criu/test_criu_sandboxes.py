@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.types import Kind, Limits, SandboxError, Spec
-from tests.integration.criu.conftest import Host, Talk, spec
+from tests.integration.criu.conftest import PROGRAM, Host, Talk, spec
 
 pytestmark = pytest.mark.criu
 
@@ -143,6 +143,24 @@ async def test_a_command_that_is_not_there_is_refused_by_name(host: Host) -> Non
     exited = await asyncio.wait_for(host.exited.get(), 20)
     assert (exited.sandbox, exited.status) == ("absent-2", 1)
     assert b"/etc/hostname" in os.read(talk.pipes.stderr, 1000)
+
+
+async def test_a_program_below_tmp_is_seen_there_if_everybody_may_read_it(host: Host) -> None:
+    folder = host.folder / "program"
+    folder.mkdir(mode=0o700)
+    (folder / "server.py").write_text(PROGRAM)
+    (folder / "late.py").write_text("here = __file__")
+    made = Spec(kind=Kind.CRIU, command=("/usr/bin/python3", str(folder / "server.py")))
+    with pytest.raises(SandboxError, match=f"{folder}, which only its owner may read") as refused:
+        await host.client.start(made, "private-1")
+    assert refused.value.code == "invalid_spec"
+    folder.chmod(0o755)
+    first = await host.start(made, "below-1")
+    await first("open('/tmp/own', 'w').write('first')")
+    await host.client.freeze("below-1", "below-image")
+    second = await host.start(made, "below-2", "below-image")
+    assert await second("__import__('late').here") == str(folder / "late.py")
+    assert await second("open('/tmp/own').read()") == "first"
 
 
 @pytest.mark.parametrize(

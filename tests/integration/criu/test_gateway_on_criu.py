@@ -1,9 +1,6 @@
 """The gateway over CRIU: a server of ours that no fork can freeze, and sandboxes that wait on disk, memory and all."""
 
 import asyncio
-import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,20 +11,13 @@ from tests.integration.sandboxed.conftest import database_with, environment, gat
 AUTO = 'name = "auto"\n[servers.auto]\nentry = "threaded_server:server"\n[servers.auto.state]\nkind = "process"\n'
 
 
-@asynccontextmanager
-async def elsewhere() -> AsyncIterator[Path]:
-    """A folder that isn't below /tmp, of which every sandbox has its own."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
-
-
 @pytest.mark.criu
 async def test_a_server_with_a_thread_is_frozen_by_criu_and_parked_with_its_memory(
     host: Host, postgres_dsn: str, tmp_path: Path
 ) -> None:
+    top = tmp_path / "private"  # below /tmp, of which each sandbox has its own, and nobody else may read it
+    top.mkdir(mode=0o700)
     async with (
-        elsewhere() as top,
         database_with(postgres_dsn, environment(top, AUTO, "memo_server", "threaded_server")) as dsn,
         gateway_on(dsn, sandbox_dir=tmp_path / "keeper", sandbox_park_s=0.5, dedicated_idle_s=0.5) as running,
     ):

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -196,3 +198,20 @@ async def test_two_images_of_the_same_files_have_one_digest(server: Server, spec
     assert first.digest == second.digest
     await fork.run("open('f', 'w').write('y')")
     assert (await server.freeze(fork)).digest != first.digest
+
+
+async def test_an_interpreter_below_tmp_is_seen_there_by_every_fork(server: Server) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        made = ("-m", "venv", "--copies", "--without-pip", folder)
+        assert await (await asyncio.create_subprocess_exec(sys.executable, *made)).wait() == 0
+        packages = next(Path(folder).glob("lib/python3.*/site-packages"))
+        (packages / "late.py").write_text("here = __file__")
+        Path(folder).chmod(0o755)
+        spec = code_spec(python=f"{folder}/bin/python")
+        sandbox = await server.start(spec)
+        await sandbox.run("open('/tmp/own', 'w').write('kept')")
+        fork = await server.fork(spec, await server.fork(spec, sandbox))
+        assert await fork.run("import late\nresult = late.here") == str(packages / "late.py")
+        assert await fork.run("result = open('/tmp/own').read()") == "kept"
+        with pytest.raises(Raised, match="Read-only file system"):
+            await fork.run(f"open('{packages}/late.py', 'w')")
