@@ -391,9 +391,9 @@ class Control:
             match row["found_state"]:
                 case None:
                     return _Intent(row["seq"], None, rollout.id, nonce)
-                case "done" if row["result"] is not None:
+                case "done" | "failed" if row["result"] is not None:
                     return _Intent(row["seq"], Recorded(row["result"].encode(), row["is_error"]), rollout.id)
-                case "done":
+                case "done" | "failed":
                     raise Unprocessable("The call was done, but its result is no longer kept.", code="result_expired")
                 case "running":
                     if (now := time.monotonic()) > look_for_dead:
@@ -413,10 +413,10 @@ class Control:
                         hint="Look at the tool's state, then call again with a new key.",
                     )
 
-    async def call_outcome(self, intent: Intent, result: bytes, is_error: bool) -> int:
+    async def call_outcome(self, intent: Intent, result: bytes, is_error: bool, *, answered: bool) -> int:
         assert isinstance(intent, _Intent)
         current = await self._store.value(
-            sql.CALL_OUTCOME, intent.rollout, intent.id, intent.nonce, result.decode(), is_error
+            sql.CALL_OUTCOME, intent.rollout, intent.id, intent.nonce, result.decode(), is_error, answered
         )
         if not current:
             raise await self._moved_on(intent.rollout)

@@ -280,7 +280,7 @@ CALL_INTENT = """select found_state, result, is_error, seq
     from megamcp.call_intent($1, $2, $3, $4, $5, $6, $7, $8)"""
 
 # The row after the call; false when the rollout was rolled back or released meanwhile.
-CALL_OUTCOME = "select megamcp.call_outcome($1, $2, $3, $4, $5, 'done')"
+CALL_OUTCOME = "select megamcp.call_outcome($1, $2, $3, $4, $5, case when $6 then 'done' else 'failed' end)"
 
 # What every request of the data plane asks first.
 ROLLOUT_EPOCH = "select environment, epoch, status from megamcp.rollouts where id = $1"

@@ -292,16 +292,16 @@ class Calls:
         else:
             if reply.failed:
                 _, message, _ = wire.peek_error(reply.body)
-                await self._control.call_outcome(intent, wire.error_as_result(reply.body, message), True)
+                await self._control.call_outcome(intent, wire.error_as_result(reply.body, message), True, answered=True)
             else:
-                await self._control.call_outcome(intent, reply.body, wire.is_tool_error(reply.body))
+                await self._control.call_outcome(intent, reply.body, wire.is_tool_error(reply.body), answered=True)
             return reply
         run.exchanging = False
         await self._fail(intent, error)
         raise error
 
     async def _fail(self, intent: Intent, error: MegaMCPError) -> None:
-        await self._control.call_outcome(intent, _as_result(error), True)
+        await self._control.call_outcome(intent, _as_result(error), True, answered=False)
 
     # Endings that outlive their caller
 

@@ -268,8 +268,9 @@ class ControlPort(Protocol):
         """
         ...
 
-    async def call_outcome(self, intent: Intent, result: bytes, is_error: bool) -> int:
-        """Records the outcome, durable when it returns; gives the journal position.
+    async def call_outcome(self, intent: Intent, result: bytes, is_error: bool, *, answered: bool) -> int:
+        """Records the outcome, durable when it returns; gives the journal position. `answered`: it is the server's own
+        answer, and not what became of a call that has none.
 
         Raises Conflict when the rollout was rolled back meanwhile, Gone when it was released.
         """

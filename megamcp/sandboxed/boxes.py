@@ -2,7 +2,7 @@
 
 Invariants:
 - a rollout has at most one sandbox per server; its row is there before it is and after it was removed;
-- a sandbox stands at an image and a place in the journal: if the rollout called the server after that place, what the
+- a sandbox stands at an image and a place in the journal: if the server answered a call after that place, what the
   sandbox knows is nowhere else; if it didn't, it can be made again and nobody notices;
 - a sandbox that ended with something in it is never replaced silently: its rollout is told until it goes back.
 """
@@ -247,6 +247,7 @@ class Boxes:
 
     async def _state_lost(self, rollout: str, server: str, head: Mapping[str, Any]) -> Conflict:
         standing = await self._standing(rollout)
+        await self._tell_lost(head["name"])
         return Conflict(
             f"The sandbox of tool server {server!r} has ended, and with it what was called since its last checkpoint:"
             f" {head['reason']}",
@@ -313,6 +314,12 @@ class Boxes:
         """A sandbox has ended by itself. Nothing where it was given up already."""
         log.warning("sandbox %s of server %s is lost: %s", sandbox, self._names.get(sandbox), reason)
         await self._store.value(sql.LOST, sandbox, reason)
+        await self._tell_lost(sandbox)
+
+    async def _tell_lost(self, sandbox: str) -> None:
+        async with self._store.transaction() as connection:
+            await connection.execute(sql.LOCK_ROLLOUT_OF, sandbox)
+            await connection.execute(sql.TELL_LOST, sandbox)
 
     async def _exited(self, exited: Exited) -> None:
         try:

@@ -8,9 +8,13 @@ made and goes after that was removed, so whatever is cut off in between is found
 _CALLED = """exists (select 1 from megamcp.events v where v.rollout = s.rollout and v.seq > s.seq and v.kind = 'call'
     and v.server = s.server)"""
 
-# A rollout's sandbox, whatever its condition.
+# Whether the server has answered one: what it did in calls without an answer nobody was told.
+_ANSWERED = _CALLED.replace("v.kind = 'call'", "v.kind = 'call' and v.state = 'done'")
+
+# A rollout's sandbox, whatever its condition. `called`: what it knows, or knew, may be nowhere else.
 HEAD = f"""select s.name, s.host, s.runtime, s.status, s.image, s.seq, s.modern, s.instructions, s.reason,
-    {_CALLED} as called, s.owner, s.status = 'creating' and not megamcp.alive(s.owner) as orphaned
+    case s.status when 'lost' then {_ANSWERED} else {_CALLED} end as called, s.owner,
+    s.status = 'creating' and not megamcp.alive(s.owner) as orphaned
     from megamcp.sandboxes s where s.rollout = $1 and s.server = $2"""
 
 # Where a rollout that has no sandbox of its own stands: no row is as the environment starts. A conversation goes on
@@ -52,17 +56,25 @@ SPOKE = "update megamcp.sandboxes set modern = $2, instructions = $3 where name 
 CONDEMN = "update megamcp.sandboxes set status = 'dropping', rollout = null where name = $1"
 USED = "update megamcp.sandboxes set used_at = clock_timestamp() where name = $1"
 
-# The end of a sandbox that nobody asked for. Acknowledged calls that are lost with it are told of in the journal.
-LOST = f"""with gone as (
-    update megamcp.sandboxes s set status = 'lost', reason = $2 where s.name = $1 and s.status = 'ready'
-    returning s.rollout, s.server, s.image, {_CALLED} as called
+# The end of a sandbox that nobody asked for.
+LOST = "update megamcp.sandboxes set status = 'lost', reason = $2 where name = $1 and status = 'ready'"
+
+# Answered calls that are lost with a sandbox are told of in the journal: once, since its rollout's row is locked before
+# it is looked. An answer may be booked after the end, so it is looked again whenever somebody is told.
+LOCK_ROLLOUT_OF = """select 1 from megamcp.rollouts r join megamcp.sandboxes s on s.rollout = r.id where s.name = $1
+    for no key update of r"""
+TELL_LOST = f"""with gone as (
+    select s.rollout, s.server, s.reason from megamcp.sandboxes s
+     where s.name = $1 and s.status = 'lost' and {_ANSWERED}
+       and not exists (select 1 from megamcp.events v where v.rollout = s.rollout and v.seq > s.seq
+                          and v.kind = 'state_lost' and v.server = s.server)
 ), counted as (
-    update megamcp.rollouts r set seq = r.seq + 1 from gone g where r.id = g.rollout and g.called and r.status = 'open'
+    update megamcp.rollouts r set seq = r.seq + 1 from gone g where r.id = g.rollout and r.status = 'open'
     returning r.id, r.seq, r.checkpoint
 )
 insert into megamcp.events (rollout, seq, kind, server, data)
 select c.id, c.seq, 'state_lost', g.server,
-       jsonb_build_object('server', g.server, 'reason', $2::text, 'checkpoint', c.checkpoint)
+       jsonb_build_object('server', g.server, 'reason', g.reason, 'checkpoint', c.checkpoint)
   from counted c, gone g"""
 
 # What it printed last, for whoever is told of the end.
