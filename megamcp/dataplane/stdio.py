@@ -33,6 +33,8 @@ _UNREAD_BYTES = 1 << 20
 _PROGRESS_KEPT = 64
 _ENDING_S = 0.5
 _ENDS = 256
+_PATIENCE = 8
+"""A line that is over the bound is read to its end, which most often is the end of a call; so many bounds of it."""
 _ID_FIRST = re.compile(rb'\s*\{\s*"jsonrpc"\s*:\s*"2\.0"\s*,\s*"id"\s*:\s*([0-9]{1,18})\s*,')
 _ID_LAST = re.compile(rb'"id"\s*:\s*([0-9]{1,18})\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
 
@@ -50,6 +52,11 @@ class Life(Protocol):
 
     @property
     def exited(self) -> asyncio.Event: ...
+
+    @property
+    def reason(self) -> str | None:
+        """Why it ended, as far as that is known."""
+        ...
 
     def kill(self, reason: str, *, blameless: bool = False) -> None:
         """Ends it at once."""
@@ -242,13 +249,15 @@ class StdioUpstream:
     def close(self) -> None:
         """The process is gone: what waits for an answer gets none."""
         self._closed = True
+        why = f" ({self._running.reason})" if self._running.reason else ""
         for pending in self._pending.values():
-            pending.end(UpstreamLost(f"Tool server {self.name!r} ended during a call.", sent=True))
+            pending.end(UpstreamLost(f"Tool server {self.name!r} ended during a call{why}.", sent=True))
 
     async def _read(self) -> None:
         most = self._limits.response_bytes
         buffer, searched = bytearray(), 0
         head: bytes | None = None  # of a line that is over the bound, whose middle is not kept
+        dropped = 0
         while chunk := await self._stdout.read(_CHUNK):
             buffer += chunk
             while (end := buffer.find(b"\n", searched)) >= 0:
@@ -262,8 +271,13 @@ class StdioUpstream:
                     head = None
             if len(buffer) > most or head is not None:
                 if head is None:
-                    head = bytes(buffer[:_ENDS])
+                    head, dropped = bytes(buffer[:_ENDS]), 0
+                dropped += max(0, len(buffer) - _ENDS)
                 del buffer[:-_ENDS]
+                if dropped > _PATIENCE * most:
+                    self._oversized(head, b"")
+                    self._running.kill(f"it wrote a line of more than {dropped} bytes")
+                    return
             searched = len(buffer)
         if buffer:
             await self._line(bytes(buffer))

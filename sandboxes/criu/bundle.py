@@ -22,7 +22,8 @@ SHOWN = ("/bin", "/etc", "/lib", "/lib32", "/lib64", "/opt", "/sbin", "/usr")
 PATH = "/usr/local/bin:/usr/bin:/bin"
 PACKAGES = "/packages"
 """Where a container sees what its template got from npm or PyPI."""
-_FIRST_UID = 0x38000000
+FIRST_UID = 0x38000000
+"""Of users that are nobody's on the host."""
 _INTERPRETERS = ("python", "node", "deno", "bun", "bash", "sh", "ruby", "perl")
 _MASKED = ("/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
            "/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats", "/sys/firmware")  # fmt: skip
@@ -40,7 +41,7 @@ class Seen:
 
 def uid_of(template: str) -> int:
     """The same at every start: restored processes have the user that they were dumped with."""
-    return _FIRST_UID + int(hashlib.sha256(template.encode()).hexdigest()[:6], 16)
+    return FIRST_UID + int(hashlib.sha256(template.encode()).hexdigest()[:6], 16)
 
 
 def found(command: tuple[str, ...], environ: Mapping[str, str] | None = None) -> tuple[list[str], list[str]]:

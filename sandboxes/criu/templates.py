@@ -15,11 +15,11 @@ from sandboxes.criu import bundle, packages
 from sandboxes.criu.images import BASE
 from sandboxes.criu.runc import Runc, ended
 from sandboxes.runtime import Folders
+from sandboxes.tail import Tail
 from sandboxes.types import Kind, Limits, SandboxError, Spec
 
 _GETTING = Limits(memory=4 << 30, pids=1024, cpus=4, disk=8 << 30)
 _GETTING_S = 300.0
-_TAIL = 4000
 _READ_AND_ENTER = 0o005
 
 
@@ -157,29 +157,30 @@ class Templates:
             await asyncio.to_thread(_own, place / "work", uid)
             await asyncio.to_thread(_own, place / "tmp", uid)
             bundle.write(place / "bundle", getting, list(command), room)
-            if await self._ran(name, place) != 0:
+            status, told = await self._ran(name, place)
+            if status != 0:
                 raise SandboxError(
                     "start_failed",
                     f"{', '.join(wanted.packages)} could not be got from {wanted.manager}.",
                     hint="The tail says why. It was tried with the network of this host.",
-                    tail=(place / "log").read_bytes()[-_TAIL:].decode(errors="replace").strip(),
+                    tail=told,
                 )
         (place / "work").rename(folder / "packages")
         await layers.remove(place)
 
-    async def _ran(self, name: str, place: Path) -> int | None:
-        """A container's exit status, None if it took too long. What it prints is in `log`."""
+    async def _ran(self, name: str, place: Path) -> tuple[int | None, str]:
+        """A container's exit status, None if it took too long, and what it printed last."""
         nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        log = os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        printed = Tail()
         try:
-            pid = await self._runc.run(name, place / "bundle", (nothing, log, log))
+            pid = await self._runc.run(name, place / "bundle", (nothing, printed.output, printed.output))
             async with asyncio.timeout(_GETTING_S):
-                return await ended(pid)
+                return await ended(pid), printed.text()
         except TimeoutError:
-            return None
+            return None, printed.text()
         finally:
             os.close(nothing)
-            os.close(log)
+            printed.close()
             await self._runc.delete(name)
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from sandboxes import layers
 from sandboxes.forkserver.control import Control
+from sandboxes.tail import Tail
 from sandboxes.types import SandboxError, Spec
 
 BASE = "base"
 _START_S = 60.0
-_TAIL = 4000
 _LAUNCH = str(Path(layers.__file__).parent / "confine" / "launch.py")
 _SHOWN = ("/bin", "/etc", "/lib", "/lib32", "/lib64", "/opt", "/sbin", "/usr")
 _PACKAGES = str(Path(layers.__file__).parent.parent)
@@ -44,6 +44,7 @@ class Zygote:
     uid: int | None
     process: asyncio.subprocess.Process
     control: Control
+    printed: Tail
     layers: set[str] = field(default_factory=set)
     """Frozen ones that are on disk, below the folder."""
     digests: dict[tuple[str, ...], str] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Zygote:
             self.process.kill()
         await self.process.wait()
         self.control.close()
+        self.printed.close()
         await layers.remove(self.folder)
 
 
@@ -79,10 +81,10 @@ async def warm(spec: Spec, folder: Path, uid: int | None) -> Zygote:
     if uid is not None:
         await asyncio.to_thread(_give, folder, uid)
     control, theirs = Control.pair()
-    printed = folder / "printed"
-    with printed.open("wb") as output:
-        process = await _spawn(_plan(spec, folder, uid, code), theirs.fileno(), output.fileno())
+    plan, printed = _plan(spec, folder, uid, code), Tail()
+    process = await _spawn(plan, theirs.fileno(), printed.output)
     theirs.close()
+    printed.started()
     try:
         await control.ready(_START_S)
     except BaseException as error:
@@ -90,11 +92,12 @@ async def warm(spec: Spec, folder: Path, uid: int | None) -> Zygote:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+        tail = printed.text()
+        printed.close()
         if not isinstance(error, SandboxError):
             raise
-        tail = printed.read_bytes()[-_TAIL:].decode(errors="replace").strip()
         raise SandboxError(error.code, f"{spec.entry}: {error.message}", hint=error.hint, tail=tail) from error
-    return Zygote(spec, folder, uid, process, control)
+    return Zygote(spec, folder, uid, process, control, printed)
 
 
 def _plan(spec: Spec, folder: Path, uid: int | None, code: list[str]) -> dict[str, object]:

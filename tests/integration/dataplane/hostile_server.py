@@ -2,7 +2,7 @@
 
 Written without an SDK, since no SDK would do these things. Each tool is one misdeed; options are misdeeds at the start:
 `--mute` never answers, `--die` ends at once, `--refuse` refuses the handshake, `--modern` speaks 2026-07-28 only,
-`--noisy` prints before it answers, `--stubborn` outlives its stdin and SIGTERM.
+`--noisy` prints before it answers, `--daemon` leaves its work to a child, `--stubborn` outlives its stdin and SIGTERM.
 """
 
 import json
@@ -17,7 +17,7 @@ OPTIONS = sys.argv[1:]
 MODERN = "--modern" in OPTIONS
 names = [
     *("echo", "pid", "environ", "sleep", "garbage", "die", "ignore", "loud", "huge", "huge_last", "orphan", "odd"),
-    *("progress", "ask", "change", "deaf", "shut", "null", "batch", "newlines"),
+    *("progress", "ask", "change", "deaf", "shut", "null", "batch", "newlines", "endless"),
 ]
 answers = []
 cancelled = threading.Event()
@@ -114,6 +114,9 @@ def tool(number, name, arguments, params):
         case "shut":
             os.close(1)
             time.sleep(600)
+        case "endless":
+            while True:
+                sys.stdout.write("x" * 100_000)
         case "null":
             write('{"jsonrpc":"2.0","id":null,"error":{"code":-32700,"message":"I can\'t read that"}}')
         case "batch":
@@ -162,6 +165,10 @@ def answer(message):
 def main():
     if "--die" in OPTIONS:
         sys.exit("I die at once; my password is hunter2")
+    if "--daemon" in OPTIONS:
+        os.write(2, b"to work, child\n")
+        if os.fork():
+            os._exit(0)
     if "--noisy" in OPTIONS:
         write("Welcome to the hostile server!\n\n")
     if "--stubborn" in OPTIONS:
