@@ -213,7 +213,8 @@ class Source:
 def read(path: Path) -> Source:
     """Read an environment from its folder, its `environment.toml` or an `mcp.json`.
 
-    Raises `Unprocessable` (`invalid_environment`) that names the file and every problem in it.
+    Raises `Unprocessable` (`invalid_environment`) that names the file and every problem in it, or
+    `environment_not_there`.
     """
     file = path
     try:
@@ -222,6 +223,12 @@ def read(path: Path) -> Source:
         if path.is_dir() and not file.exists() and (path / "mcp.json").exists():
             file = path / "mcp.json"
         text = _text(file)
+    except FileNotFoundError as error:
+        raise Unprocessable(
+            f"The gateway finds no {file} on its machine.",
+            code="environment_not_there",
+            hint="Give a folder that holds an environment.toml, or an mcp.json, by its path on the gateway's machine.",
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:  # the last two: a NUL or an unknown ~user in the path
         raise _invalid(file, str(error)) from error
     try:

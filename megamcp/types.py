@@ -397,7 +397,7 @@ class EnvironmentServer(View):
 
     name: str
     kind: str
-    tables: list[str] = Field(default_factory=list)
+    tables: list[str] = Field(default_factory=list, description="Of kind schema. Of others they are not known here.")
 
 
 class Environment(View):

@@ -1,5 +1,6 @@
 """`megamcp env …`"""
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,6 +85,7 @@ async def load(
     ] = None,
 ) -> None:
     """Load an environment. Loading the same content again changes nothing."""
+    made = False
     with Bar(out) as bar:
         if from_dsn is not None:
             from megamcp.loading.export import Wanted, export
@@ -92,9 +94,16 @@ async def load(
                 raise BadRequest("Give a path or --from-dsn, not both.", hint="--into names the new folder.")
             wanted = Wanted(from_dsn, schema, tuple(tables or ()), kind, name, server_entry)
             path = str(await export(wanted, into, bar.progress))
+            made = True
         if path is None:
             raise BadRequest("What should be loaded?", hint="Give a folder, or --from-dsn.")
-        found = await client.load_environment(_absolute(path), progress=bar.progress)
+        try:
+            found = await client.load_environment(_absolute(path), progress=bar.progress)
+        except BaseException as error:
+            # Kept only for a gateway elsewhere, to which it has to be brought.
+            if made and getattr(error, "code", None) != "environment_not_there":
+                shutil.rmtree(path, ignore_errors=True)
+            raise
     out.answer(found, lambda: show.environment(found))
 
 

@@ -68,12 +68,17 @@ def environments(found: Iterable[t.Environment]) -> RenderableType:
     shown = table("environment", "version", "servers", "tables", right=("tables",))
     for environment in found:
         servers = ", ".join(f"{server.name} ({server.kind})" for server in environment.servers)
-        shown.add_row(
-            environment.name, environment.hash, servers, str(sum(len(server.tables) for server in environment.servers))
-        )
+        shown.add_row(environment.name, environment.hash, servers, _tables(environment))
     return (
         shown if shown.row_count else Text("No environment is loaded. Load one: megamcp env load FOLDER", style="dim")
     )
+
+
+def _tables(environment: t.Environment) -> str:
+    """How many there are, as far as the gateway knows: what is in a database of a rollout's own is not its business."""
+    known = [server for server in environment.servers if server.kind == "schema"]
+    more = "+" if any(server.kind == "database" for server in environment.servers) else ""
+    return f"{sum(len(server.tables) for server in known)}{more}" if known else "–"
 
 
 def environment(found: t.Environment) -> RenderableType:
@@ -81,6 +86,7 @@ def environment(found: t.Environment) -> RenderableType:
     servers = {
         f"server {server.name}": f"state: {server.kind}"
         + (f", tables: {', '.join(server.tables)}" if server.tables else "")
+        + (", tables: as its SQL makes them in each database" if server.kind == "database" else "")
         for server in found.servers
     }
     return facts(

@@ -6,6 +6,8 @@ they are copied to a table of built-in types without any rule, where nothing of 
 inserted from there as the environment's role, which checks them.
 """
 
+import contextlib
+import re
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import aclosing
@@ -26,6 +28,7 @@ _COLUMNS = named("catalog.sql")["staging"]
 _DEFERRABLE = """select string_agg(format('%I.%I', $1::text, conname), ', ') from pg_constraint
  where connamespace = $1::text::regnamespace and condeferrable"""
 _TABLES = "select count(*) from pg_class where relnamespace = $1::text::regnamespace and relkind in ('r', 'p')"
+_MAKES = re.compile(r"(?:create|alter|comment)\b", re.I)
 _UNCHECKED = "set local check_function_bodies = off;\n"
 
 
@@ -41,14 +44,15 @@ class Places(Protocol):
 
 
 async def run(conn: Any, made: Places, scripts: Sequence[Script], progress: Progress) -> list[refuse.Problem]:
-    """Gives what was refused: then nothing was run.
+    """Gives what was refused: then no row was loaded, and of the rest what can be made is made, to be judged too.
 
     Raises PostgresError with a note of the place (file and line), `Unprocessable` for a file that isn't SQL.
     """
     judged, problems = await _judge(scripts, progress)
-    if problems:
-        return problems
     v = made.visible_schema
+    if problems:
+        await _sketch(conn, v, judged)
+        return problems
     for script in scripts:
         before = await _functions(conn, v) if script.dump else {}
         reading = Reading(script, progress)
@@ -73,6 +77,14 @@ async def run(conn: Any, made: Places, scripts: Sequence[Script], progress: Prog
         await rights.as_view(conn, v, f"set constraints {late} immediate")
     await conn.execute("set local search_path = ''")
     return []
+
+
+async def _sketch(conn: Any, v: str, judged: Collection[tuple[str, ...]]) -> None:
+    """Makes of a schema that is refused what doesn't hang on what is refused."""
+    for statement in (one for some in judged for one in some if _MAKES.match(one)):
+        with contextlib.suppress(asyncpg.PostgresError):
+            async with conn.transaction():
+                await rights.as_view(conn, v, _UNCHECKED + statement)
 
 
 async def _judge(scripts: Sequence[Script], progress: Progress) -> tuple[deque[tuple[str, ...]], list[refuse.Problem]]:

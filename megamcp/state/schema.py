@@ -221,9 +221,8 @@ async def _compile(
         row["oid"] for row in await conn.fetch("select oid from pg_proc where pronamespace = $1::text::regnamespace", v)
     ]
     await conn.execute("select megamcp.bind('{}', 0, $1, $2, true)", seed, clock_at)
-    if problems := await filling.run(conn, made, scripts, progress):
-        raise refused(problems)
-    found = await _introspect(conn, v, ours)
+    problems = await filling.run(conn, made, scripts, progress)
+    found = await _introspect(conn, v, ours, problems)
     await _build(conn, made, found, progress)
     await rights.as_owner(
         conn,
@@ -261,14 +260,12 @@ async def _compile(
     return state
 
 
-async def _introspect(conn: Any, v: str, ours: list[int]) -> catalog.Catalog:
-    problems = await refuse.judge(conn, v, ours)
-    if problems:
-        raise refused(problems)
+async def _introspect(conn: Any, v: str, ours: list[int], problems: Sequence[refuse.Problem]) -> catalog.Catalog:
+    """What was made. Raises with the problems that were found before and those that it shows."""
+    shown = await refuse.judge(conn, v, ours)
     found = await catalog.read(conn, v, ours)
-    problems = refuse.judge_catalog(found)
-    if problems:
-        raise refused(problems)
+    if told := [*problems, *shown, *refuse.judge_catalog(found)]:
+        raise refused(told)
     return found
 
 
@@ -303,27 +300,36 @@ async def _build(conn: Any, made: SchemaState, found: catalog.Catalog, progress:
 
 async def _remake(conn: Any, v: str, found: catalog.Catalog) -> None:
     """The environment's functions that went with the tables, and its views, in order of creation."""
+    problems: list[refuse.Problem] = []
     for remake in found.remakes:
         if remake.kind == "view":
             try:
                 async with conn.transaction():
                     await rights.as_view(conn, v, remake.definition)
             except asyncpg.GroupingError:
-                await _remake_grouped(conn, v, remake, found)
+                problems += await _remake_grouped(conn, v, remake, found)
+            except asyncpg.UndefinedTableError:  # a view that is refused
+                if not problems:
+                    raise
+            continue
+        if problems:  # it may read what wasn't made
             continue
         if await conn.fetchval("select to_regprocedure($1) is null", remake.name):
             await rights.as_view(conn, v, remake.definition)
         await rights.as_view(conn, v, f"alter function {remake.name} set search_path = {_path(v, remake)}")
+    if problems:
+        raise refused(problems)
 
 
-async def _remake_grouped(conn: Any, v: str, view: catalog.Remake, found: catalog.Catalog) -> None:
+async def _remake_grouped(conn: Any, v: str, view: catalog.Remake, found: catalog.Catalog) -> Sequence[refuse.Problem]:
     """Makes a view that PostgreSQL takes only with what hangs on a primary key in GROUP BY."""
     try:
         async with conn.transaction():
             await rights.as_view(conn, v, grouping.extended(view.definition, found))
     except (asyncpg.GroupingError, asyncpg.UndefinedFunctionError) as error:
         reason = f"{refusals.GROUPED_BY_KEY.reason}, and {error}"
-        raise refused([refuse.Problem("GROUP BY a primary key", view.name, reason, "Group by all columns.")]) from error
+        return [refuse.Problem("GROUP BY a primary key", view.name, reason, "Group by all columns.")]
+    return ()
 
 
 def _path(v: str, function: catalog.Remake) -> str:

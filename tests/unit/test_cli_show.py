@@ -184,3 +184,18 @@ def test_tables_of_ids_fit_80_columns_and_break_no_id() -> None:
 )
 def test_what_is_left_of_a_lease_is_rounded(seconds: float, text: str) -> None:
     assert show.left(datetime.now(UTC) + timedelta(seconds=seconds)) == text
+
+
+def test_tables_that_the_gateway_does_not_know_are_not_counted_as_none() -> None:
+    def environment(name: str, **servers: list[str]) -> t.Environment:
+        made = [t.EnvironmentServer(name=kind, kind=kind, tables=tables) for kind, tables in servers.items()]
+        return t.Environment(name=name, hash="0" * 16, clock=START, seed=0, loaded_at=START, servers=made)
+
+    found = [
+        environment("one", schema=["a", "b"]),
+        environment("two", database=[]),
+        environment("both", schema=["a"], database=[]),
+    ]
+    lines = {line.split()[0]: line.split()[-1] for line in drawn(show.environments(found)).splitlines() if line.split()}
+    assert (lines["one"], lines["two"], lines["both"]) == ("2", "–", "1+")
+    assert "as its SQL makes them" in drawn(show.environment(found[1]))

@@ -340,7 +340,8 @@ async def test_paths_and_methods_that_are_not_there(rest: Rest) -> None:
 )
 async def test_loading_what_is_no_environment_is_422_and_names_the_file(rest: Rest, path: str) -> None:
     before = await rest.done("GET", "/v1/environments")
-    told = await rest.refused(422, "invalid_environment", "POST", "/v1/environments", {"path": path})
+    code = "environment_not_there" if path in ("/nonexistent", "../../etc", "relative") else "invalid_environment"
+    told = await rest.refused(422, code, "POST", "/v1/environments", {"path": path})
     assert told["hint"]
     assert await rest.done("GET", "/v1/environments") == before
 

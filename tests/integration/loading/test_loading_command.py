@@ -49,6 +49,16 @@ async def test_what_is_wrong_is_one_line_without_the_password(old: Old, place: P
     assert not list(tmp_path.iterdir())
 
 
+async def test_a_load_that_fails_takes_the_folder_that_it_made_away(old: Old, place: Place, tmp_path: Path) -> None:
+    words = ("--from-dsn", old.dsn, "--schema", "shop", "--server-entry", "shop_server:server")
+    for _ in range(2):  # the second time it isn't in the way
+        process = await command(place, tmp_path, *words, "--url", "http://127.0.0.1:9")
+        _, stderr = await process.communicate()
+        assert process.returncode == 1
+        assert "gateway_unreachable" in stderr.decode()
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "words",
     [(), ("x", "--from-dsn", "postgresql://x/y"), ("--from-dsn", "mysql://x/y"), ("--from-dsn", "postgresql://x/y")],

@@ -90,6 +90,30 @@ async def test_all_that_a_state_can_t_hold_is_told_at_once_and_before_rows_are_l
     assert places == ["dump.sql, line 6", "dump.sql, line 7", "dump.sql, line 8"]
 
 
+async def test_what_the_text_shows_and_what_the_catalog_shows_is_told_together(place: Place, tmp_path: Path) -> None:
+    schema = """
+        create table rooms (id int primary key, during tsrange, exclude using gist (during with &&));
+        create unlogged table scratch (id int primary key);
+        create table scratched (id int references scratch);
+        create table plain (id int primary key, _mm_hidden int, xml xml);
+        create materialized view seen as select id from plain;
+        insert into plain select 1 / 0;
+        alter table plain enable row level security;
+        create rule quiet as on delete to rooms do instead nothing;
+    """
+    before = await place.left()
+    with pytest.raises(MegaMCPError) as raised:
+        await place.load(folder_of(tmp_path / "many", schema=schema))
+    assert raised.value.code == "unsupported_schema"
+    told = [problem["construct"] for problem in raised.value.extra["problems"]]
+    assert set(told) >= {"temporary or unlogged table", "exclusion constraint", "row-level security", "column name"}, (
+        told
+    )
+    assert "xml" in str(raised.value.extra["problems"])
+    assert len(told) == len(set(told)) == 7, told
+    assert await place.left() == before
+
+
 @pytest.mark.parametrize("kind", ["schema", "database"])
 async def test_a_file_that_changes_while_it_is_read_is_not_loaded(place: Place, tmp_path: Path, kind: str) -> None:
     folder = folder_of(tmp_path / f"changing-{kind}", kind, dump=f"-- changing {kind}\n{GOOD}")
