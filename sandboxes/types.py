@@ -49,8 +49,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     `command` is a stdio server's; `entry` (`package.module:attribute`) a Python one's for the fork server. `files` is a
     folder of the host with what the working folder starts with; `content` its hash, so that a spec names a content and
     not a place. `image` is a Docker image, or a folder that holds a root file system; without it, the host's own
-    programs are seen, read-only. `entry` is called with `argument`; `python` (an interpreter) and `pythonpath` are the
-    fork server's.
+    programs are seen, read-only. `command` is started in `cwd`: a folder of the sandbox's root, or, if it sees the
+    host's programs, of the host (read-only); else in the working folder. `entry` is called with `argument`; `python`
+    (an interpreter) and `pythonpath` are the fork server's.
     """
 
     kind: Kind
@@ -64,6 +65,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     content: str | None = None
     environ: dict[str, str] = {}
     workdir: str = "/workspace"
+    cwd: str | None = None
     network: bool = False
     limits: Limits = Limits()
 
@@ -74,6 +76,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             raise SandboxError("invalid_spec", "The fork server runs an entry; everything else runs a command.")
         if not self.workdir.startswith("/") or ".." in self.workdir.split("/"):
             raise SandboxError("invalid_spec", f"The working folder {self.workdir!r} is no absolute path.")
+        if self.cwd is not None and not self.cwd.startswith("/"):
+            raise SandboxError("invalid_spec", f"The folder {self.cwd!r}, to start in, is no absolute path.")
         if (self.files is None) != (self.content is None):
             raise SandboxError(
                 "invalid_spec", "files and content come together: a folder and the hash of what is in it."
@@ -84,6 +88,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         """Names what is prepared once for all sandboxes of this spec: 20 hex digits."""
         # Where the files lie may change; what is in them counts.
         told = msgspec.to_builtins(self) | {"files": None}
+        if self.cwd is None:  # names that images on disk have don't change
+            del told["cwd"]
         return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()[:20]
 
 

@@ -410,6 +410,7 @@ def spec_of(server: LoadedServer, environment: LoadedEnvironment, kind: Kind) ->
         content=server.files,
         environ=environ,
         workdir=process.workdir,
+        cwd=_cwd(server, environment, kind),
         network=process.network,
         limits=Limits(
             memory=process.memory_mb << 20,
@@ -418,6 +419,15 @@ def spec_of(server: LoadedServer, environment: LoadedEnvironment, kind: Kind) ->
             cpus=process.cpus,
         ),
     )
+
+
+def _cwd(server: LoadedServer, environment: LoadedEnvironment, kind: Kind) -> str | None:
+    """Where a command is started, if that is said."""
+    assert server.process is not None
+    if (said := server.config.cwd) is None:
+        return None
+    of_image = kind is Kind.DOCKER or server.process.image is not None
+    return os.path.normpath(os.path.join(server.process.workdir if of_image else environment.folder, said))
 
 
 def demand_host(row: Mapping[str, Any], host: str, server: str) -> None:

@@ -44,10 +44,13 @@ def uid_of(template: str) -> int:
     return FIRST_UID + int(hashlib.sha256(template.encode()).hexdigest()[:6], 16)
 
 
-def found(command: tuple[str, ...], environ: Mapping[str, str] | None = None) -> tuple[list[str], list[str]]:
+def found(
+    command: tuple[str, ...], environ: Mapping[str, str] | None = None, cwd: str = ""
+) -> tuple[list[str], list[str]]:
     """A command with the path of its program, and the folders of the host that it needs beside the usual ones: where
-    the program is, the script that an interpreter is given, where `environ` says that modules are."""
-    program = shutil.which(command[0])
+    the program is, the script that an interpreter is given, where `environ` says that modules are. `cwd` is the folder
+    of the host that it is started in, if it is one."""
+    program = shutil.which(os.path.join(cwd, command[0]) if os.path.dirname(command[0]) else command[0])
     if program is None:
         raise SandboxError(
             "start_failed",
@@ -149,7 +152,7 @@ def _config(spec: Spec, command: list[str], room: Room) -> dict[str, Any]:
             "user": {"uid": uid, "gid": uid},
             "args": command,
             "env": [f"{name}={value}" for name, value in environ.items()],
-            "cwd": spec.workdir,
+            "cwd": spec.cwd or spec.workdir,
             "capabilities": {name: [] for name in ("bounding", "effective", "inheritable", "permitted", "ambient")},
             "rlimits": [
                 {"type": "RLIMIT_NOFILE", "soft": 1024, "hard": 4096},

@@ -83,13 +83,14 @@ class Templates:
         await asyncio.to_thread(_own, base / "work", uid)
         (base / "tmp").chmod(0o1777)
         wanted = packages.wanted(spec.command)
-        command, needed = list(spec.command), list[str]()
+        command, needed, cwd = list(spec.command), list[str](), _cwd_of_host(spec)
         if wanted is not None:
             needed = packages.needed(wanted)
             await self._get(wanted, spec, folder)
             command = packages.command(wanted, folder / "packages")
         elif spec.image is None:
-            command, needed = bundle.found(spec.command, spec.environ)
+            command, needed = bundle.found(spec.command, spec.environ, cwd)
+        needed += [cwd] if cwd else []
         if spec.image is not None and not Path(spec.image).is_dir():
             raise SandboxError(
                 "invalid_spec",
@@ -182,6 +183,19 @@ class Templates:
             os.close(nothing)
             printed.close()
             await self._runc.delete(name)
+
+
+def _cwd_of_host(spec: Spec) -> str:
+    """The folder of the host that a command is started in, if it is one. Raises `SandboxError`."""
+    if spec.cwd is None or spec.image is not None or Path(spec.cwd).is_relative_to(spec.workdir):
+        return ""
+    if not os.path.isdir(spec.cwd):
+        raise SandboxError(
+            "invalid_spec",
+            f"There is no folder {spec.cwd} on this host, in which {spec.command[0]!r} is to be started.",
+            hint="A cwd that isn't absolute is of the environment's folder. Where the server writes is `workdir`.",
+        )
+    return spec.cwd
 
 
 def _own(folder: Path, uid: int) -> None:

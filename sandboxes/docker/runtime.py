@@ -200,7 +200,7 @@ class Containers:
             entrypoint=list(spec.command),
             command=None,
             user=f"{USER}:{USER}",
-            working_dir=spec.workdir,
+            working_dir=spec.cwd or spec.workdir,
             environment={"HOME": spec.workdir, "LANG": "C.UTF-8", **environ, **spec.environ},
             hostname="sandbox",
             stdin_open=True,

@@ -21,10 +21,10 @@ SERVER = Path(__file__).parents[1] / "dataplane" / "hostile_server.py"
 COMMANDS = {
     "missing": ["no-such-server"],
     "dies": ["/bin/sh", "-c", "echo loading >&2; echo the model file is corrupt >&2; exit 7"],
-    "refuses": ["/usr/bin/python3", "SERVER", "--refuse"],
-    "daemon": ["/usr/bin/python3", "SERVER", "--daemon"],
-    "noisy": ["/usr/bin/python3", "SERVER", "--noisy"],
-    "stubborn": ["/usr/bin/python3", "SERVER", "--stubborn"],
+    "refuses": ["/usr/bin/python3", SERVER.name, "--refuse"],
+    "daemon": ["/usr/bin/python3", SERVER.name, "--daemon"],
+    "noisy": ["/usr/bin/python3", SERVER.name, "--noisy"],
+    "stubborn": ["/usr/bin/python3", SERVER.name, "--stubborn"],
 }
 MOST = 1_000_000
 
@@ -36,9 +36,8 @@ async def bad(host: Host, postgres_dsn: str, tmp_path_factory: pytest.TempPathFa
     shutil.copy(SERVER, programs)
     folders = []
     for name, command in COMMANDS.items():
-        program, *args = [word.replace("SERVER", str(programs / SERVER.name)) for word in command]
         folder = tmp_path_factory.mktemp(name)
-        server = {"command": program, "args": args}
+        server = {"command": command[0], "args": command[1:], "cwd": str(programs)}
         (folder / "mcp.json").write_text(json.dumps({"name": name, "mcpServers": {name: server}}))
         folders.append(folder)
     async with (

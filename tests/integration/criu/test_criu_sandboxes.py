@@ -155,7 +155,9 @@ async def test_a_program_below_tmp_is_seen_there_if_everybody_may_read_it(host: 
         await host.client.start(made, "private-1")
     assert refused.value.code == "invalid_spec"
     folder.chmod(0o755)
+    made = Spec(kind=Kind.CRIU, command=("/usr/bin/python3", "server.py"), cwd=str(folder))
     first = await host.start(made, "below-1")
+    assert await first("os.getcwd()") == str(folder)
     await first("open('/tmp/own', 'w').write('first')")
     await host.client.freeze("below-1", "below-image")
     second = await host.start(made, "below-2", "below-image")
