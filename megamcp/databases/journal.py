@@ -115,10 +115,8 @@ TRIMMABLE = """select d.name, d.cluster, min(coalesce(s.sealed_position, 0)) as 
 
 SEALED = "update megamcp.databases set sealed = true where name = $1"
 
-# Snapshots of checkpoints that are gone for everybody.
-DROP_SNAPSHOTS = """delete from megamcp.snapshots s using megamcp.checkpoints c
-    where c.id = s.checkpoint and c.released_at is not null
-      and not exists (select 1 from megamcp.rollouts r where r.checkpoint = c.id)"""
+# Snapshots of checkpoints that are gone for everybody. One that was only released may be being forked.
+DROP_SNAPSHOTS = "delete from megamcp.snapshots s using megamcp.checkpoints c where c.id = s.checkpoint and c.void"
 
 # What nothing needs any more, and what its maker left half done.
 CONDEMN = """with old as (

@@ -132,9 +132,8 @@ CONDEMN_IMAGES = """with old as (
      limit $1 for update skip locked
 )
 update megamcp.images i set status = 'dropping' from old where i.name = old.name returning i.name"""
-DROP_POINTS = """delete from megamcp.image_points p using megamcp.checkpoints c
-    where c.id = p.checkpoint and c.released_at is not null
-      and not exists (select 1 from megamcp.rollouts r where r.checkpoint = c.id)"""
+# Of checkpoints that nothing stands on and nobody can come back to. One that was only released may be being forked.
+DROP_POINTS = "delete from megamcp.image_points p using megamcp.checkpoints c where c.id = p.checkpoint and c.void"
 DROPPING = "select name from megamcp.sandboxes where host = $1 and status = 'dropping' limit $2"
 DROPPING_IMAGES = "select name from megamcp.images where host = $1 and status = 'dropping' limit $2"
 FORGET = "delete from megamcp.sandboxes where name = $1 and status = 'dropping'"

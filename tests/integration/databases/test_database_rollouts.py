@@ -1,10 +1,13 @@
 """Rollouts on databases of their own: calls, checkpoints, forks, rollbacks, DDL, reading points."""
 
 import asyncio
+from datetime import timedelta
 
 import pytest
 
+from megamcp import store
 from megamcp.errors import Conflict, Gone, NoCapacity, Unprocessable
+from megamcp.handles import new_id
 from tests.integration.databases.shop import Shop, SqlFailed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -30,6 +33,20 @@ async def test_a_fork_starts_where_the_checkpoint_stands(shop: Shop) -> None:
     assert [await stock(shop, fork) for fork in forks] == [1, 1]
     await shop.run(forks[0], "update books set stock = 3")
     assert [await stock(shop, r) for r in (rollout, *forks)] == [2, 3, 1]
+
+
+async def test_a_fork_that_meets_the_release_of_its_checkpoint_has_what_that_had(shop: Shop) -> None:
+    rollout, services = await shop.one(), shop.services
+    await shop.run(rollout, "update books set stock = 1")
+    point = await shop.checkpoint(rollout)
+    await shop.run(rollout, "update books set stock = 2")
+    await shop.checkpoint(rollout)
+    fork = new_id("ro")
+    async with services.store.transaction() as connection:  # a fork that has not committed yet
+        await connection.fetch(store.FORK, [fork], point["id"], new_id("gr"), [None], {}, timedelta(minutes=5))
+        await services.rollouts.release_checkpoint(point["id"])
+        await services.keeper.once()
+    assert await stock(shop, fork) == 1
 
 
 async def test_a_rollback_restores_rows_and_sequences(shop: Shop) -> None:

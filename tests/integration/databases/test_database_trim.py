@@ -34,8 +34,9 @@ async def name_of(shop: Shop, rollout: str) -> str:
 
 
 async def keep(shop: Shop, rollout: str) -> int:
-    """A round of the keeper for one rollout's database; entries that it trimmed."""
+    """A round of the reaper, and one of the keeper for one rollout's database; entries that this trimmed."""
     keeper = shop.services.keeper
+    await shop.services.reaper.once()
     await shop.services.store.value("update megamcp.databases set bytes = 1 << 30 where rollout = $1", rollout)
     keeper._cut = float("-inf")
     return (await keeper.once())["trimmed"]

@@ -1,12 +1,15 @@
 """Checkpoint, fork and rollback of a server that keeps its state in a process and in files."""
 
 import asyncio
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megamcp import store as sql
 from megamcp.client import Conflict, Rollout, UpstreamError
+from megamcp.handles import new_id
 from tests.integration.sandboxed.conftest import Sandboxed, environment
 
 
@@ -38,6 +41,23 @@ async def test_a_fork_starts_as_the_checkpoint_and_goes_its_own_way(running: San
     await grandchild.call("add", text="deep")
     assert await seen(grandchild) == ["one", "left", "deep"]
     assert await seen(left) == ["one", "left"]
+
+
+async def test_a_fork_that_meets_the_release_of_its_checkpoint_holds_what_that_held(running: Sandboxed) -> None:
+    rollout = await running.client.open("notes")
+    await rollout.call("add", text="one")
+    point = await rollout.checkpoint()
+    await rollout.call("add", text="later")
+    await rollout.checkpoint()
+    services = running.gateway.services
+    async with services.store.transaction() as connection:  # a fork that has not committed yet
+        forked = await connection.fetchrow(
+            sql.FORK, [new_id("ro")], point.id, new_id("gr"), [None], {}, timedelta(minutes=5)
+        )
+        await point.release()
+        await services.tender.once()
+    fork = await running.client.rollout(forked["id"])
+    assert await seen(fork) == ["one"]
 
 
 async def test_a_rollback_restores_memory_and_files(running: Sandboxed) -> None:
