@@ -160,7 +160,7 @@ async def prepare(settings: Settings, dsn: str) -> None:
     async def load() -> None:
         signer = await migrate(dsn)
         async with Store.open(dsn, 2) as store:
-            environments = Environments(store, signer)
+            environments = Environments(store, signer, settings.document_bytes)
             for path in [*(bundled() if settings.bundled_environments else []), *settings.environments]:
                 started = time.monotonic()
                 loaded = await environments.load(path)

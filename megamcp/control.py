@@ -201,7 +201,10 @@ class Control:
         if server.login:
             environ["MEGAMCP_TOOL_DSN"] = role_dsn(self._dsn, server.login, self._signer.password("tool"))
         if server.document:
-            environ["MEGAMCP_TOOL_DOCUMENT_BYTES"] = str(self._settings.document_bytes)
+            environ |= {
+                "MEGAMCP_TOOL_DOCUMENT_BYTES": str(self._settings.document_bytes),
+                "MEGAMCP_TOOL_SERVER": server.name,
+            }
         if isinstance(config.state, DocumentConfig) and config.command:
             state, program = config.state, (config.command, *config.args)
             tools = ("--load", str(state.load), "--dump", str(state.dump), "--program", *program)

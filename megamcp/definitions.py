@@ -155,6 +155,12 @@ class ServerConfig(_Config):
             raise ValueError("give exactly one of entry, url or command")
         if isinstance(self.state, SchemaConfig) and self.command:
             raise ValueError("state of kind schema needs entry or url: only a server on megamcp.sdk can use it")
+        if isinstance(self.state, DocumentConfig) and self.url and (self.state.load or self.state.dump):
+            raise ValueError(
+                "load and dump belong to a command: a program at a url serves others too, so nothing here could say"
+                " that it still holds what it was told to load; give its command, or state of kind none, by which calls"
+                " pass through"
+            )
         if isinstance(self.state, DocumentConfig) and bool(self.command) != bool(self.state.load and self.state.dump):
             raise ValueError(
                 "state of kind document needs an entry that is a plain Python class, or a command with the names of its"
@@ -251,7 +257,7 @@ def read(path: Path) -> Source:
             contents[name] = _content(file.parent, server.state.files)
             total.update(f"\0{name}\0{contents[name]}".encode())
         if isinstance(server.state, DocumentConfig) and server.state.initial is not None:
-            documents[name] = _document(file.parent, server.state.initial)
+            documents[name] = _document(file.parent, name, server.state.initial)
             total.update(f"\0{name}\0".encode() + documents[name])
     if any(server.entry or server.command for server in config.servers.values()):
         for code in sorted(file.parent.glob("*.py")):  # tools that change make a new version, on processes of its own
@@ -322,7 +328,7 @@ def _content(folder: Path, relative: str) -> str:
         raise _invalid(path, str(error)) from error
 
 
-def _document(folder: Path, relative: str) -> bytes:
+def _document(folder: Path, server: str, relative: str) -> bytes:
     """Packed content of a JSON file. Raises `Unprocessable`."""
     path = (folder / relative).resolve()
     if not path.is_relative_to(folder.resolve()):
@@ -330,7 +336,7 @@ def _document(folder: Path, relative: str) -> bytes:
     try:
         return packed_whole(msgspec.json.decode(_text(path)))
     except (OSError, ValueError, NotJson) as error:  # msgspec's are ValueErrors
-        raise _invalid(path, str(error)) from error
+        raise _invalid(path, f"what servers.{server} starts as: {error}") from error
 
 
 def _text(file: Path) -> str:

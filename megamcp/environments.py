@@ -28,8 +28,9 @@ from megamcp.definitions import (
     read,
 )
 from megamcp.documents import logins
+from megamcp.documents.content import demand_size
 from megamcp.documents.journal import SET_BASE
-from megamcp.errors import NotFound, Unavailable, Unprocessable
+from megamcp.errors import NotFound, TooLarge, Unavailable, Unprocessable
 from megamcp.handles import Signer
 from megamcp.loading import Script
 from megamcp.loading.units import Progress
@@ -139,9 +140,10 @@ Build = Callable[[str, Sequence[Script], Progress | None], Awaitable[object]]
 class Environments:
     """Loads and looks up. Versions never change, so what was read once is kept."""
 
-    def __init__(self, store: Store, signer: Signer) -> None:
+    def __init__(self, store: Store, signer: Signer, document_bytes: int = 32 << 20) -> None:
         self._store = store
         self._signer = signer
+        self._document_bytes = document_bytes
         self._by_id: dict[int, LoadedEnvironment] = {}
 
     async def load(self, path: Path, progress: Progress | None = None, build: Build | None = None) -> LoadedEnvironment:
@@ -150,6 +152,12 @@ class Environments:
         With `build`, databases are made now; without it when a rollout first needs one.
         """
         source = await asyncio.to_thread(read, path)
+        for name, content in source.documents.items():
+            try:
+                demand_size(len(content), self._document_bytes)
+            except TooLarge as error:
+                error.message = f"servers.{name}: {error.message}"
+                raise
         if build is not None:
             for name, server in source.config.servers.items():
                 if isinstance(server.state, DatabaseConfig):

@@ -55,7 +55,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
     """Services on a migrated database. Background tasks end before the pool does."""
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(Store.open(dsn, settings.control_connections))
-        environments = Environments(store, signer)
+        environments = Environments(store, signer, settings.document_bytes)
         instance = Instance(dsn)
         # With connections of their own: whoever holds a rollout's lock, and so one of the store's, waits for them.
         side = await stack.enter_async_context(Store.open(dsn, SIDE_CONNECTIONS))

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from megamcp.documents.table import Table
-from megamcp.errors import Unprocessable
+from megamcp.errors import TooLarge, Unprocessable
 
 Json = Any
 
@@ -90,6 +90,16 @@ def packed_whole(document: Json, *, tuples: bool = True) -> bytes:
     packed = pack(document, tuples=tuples)
     check(document, (), tuples=tuples)
     return packed.content()
+
+
+def demand_size(size: int, limit: int) -> None:
+    """Raises `TooLarge` for a content over the limit."""
+    if size > limit:
+        raise TooLarge(
+            f"The document has {size} bytes, the limit is {limit}.",
+            code="document_too_large",
+            hint="Keep less in it, or raise MEGAMCP_DOCUMENT_BYTES.",
+        )
 
 
 def unpack(content: bytes) -> Json:

@@ -51,6 +51,7 @@ class Documents:
         self._limit = _number("MEGAMCP_TOOL_DOCUMENT_BYTES", DEFAULT_BYTES)
         self._pool = Pool(_number("MEGAMCP_TOOL_INSTANCES", _INSTANCES), _number("MEGAMCP_TOOL_INSTANCE_BYTES", _ROOM))
         self._trusts = os.environ.get("MEGAMCP_TRUST_READ_ONLY", "0") not in ("", "0")
+        self._name = os.environ.get("MEGAMCP_TOOL_SERVER", "The tool server")
         self._alone = asyncio.Lock()
         self._one: Instance | None = None
 
@@ -83,7 +84,7 @@ class Documents:
         try:
             change = await instance.change(self._limit)
         except Exception as error:
-            return False, None, outcome if outcome.is_error else from_exception(_failed("dump", error))[0]
+            return False, None, outcome if outcome.is_error else from_exception(self._failed("dump", error))[0]
         if change is None or outcome.is_error:
             return change is None, None, outcome
         return (False, None, _changed_by_reading()) if read_only else (True, change, outcome)
@@ -114,7 +115,7 @@ class Documents:
         try:
             return await first_content(self._keeper, self._limit)
         except Exception as error:
-            raise _failed("first document", error) from error
+            raise self._failed("first document", error) from error
 
     async def _obtain(self, database: Database, lease: Lease, handle: str) -> tuple[Instance, datetime]:
         head = await lease.driver.fetchrow(HEAD, handle, self._pool.versions)
@@ -131,10 +132,21 @@ class Documents:
             try:
                 instance = await Instance.of(self._keeper, content)
             except Exception as error:
-                raise _failed("load", error) from error
+                raise self._failed("load", error) from error
         instance.version = head["version"]
         instance.deltas, instance.delta_bytes = head["deltas"], head["delta_bytes"]
         return instance, head["clock"]
+
+    def _failed(self, what: str, error: Exception) -> MegaMCPError:
+        """The error, by the server's name."""
+        if isinstance(error, MegaMCPError):
+            error.message = f"{self._name}: {error.message}"
+            return error
+        log.error("%s of the tool server's class raised", what, exc_info=error)
+        return MegaMCPError(
+            f"{self._name}: its {what} failed: {type(error).__name__}: {error}; nothing of this call was kept.",
+            code="document_failed",
+        )
 
     async def _write(self, lease: Lease, handle: str, instance: Instance, change: Change) -> None:
         content, found = change.packed.content(), change.splices
@@ -147,16 +159,6 @@ class Documents:
             made = await lease.driver.fetchval(SPLICE, handle, instance.version, *columns)
         instance.changed(change, content)
         instance.version = made
-
-
-def _failed(what: str, error: Exception) -> MegaMCPError:
-    if isinstance(error, MegaMCPError):
-        return error
-    log.error("%s of the tool server's class raised", what, exc_info=error)
-    return MegaMCPError(
-        f"The tool server's {what} failed: {type(error).__name__}: {error}; nothing of this call was kept.",
-        code="document_failed",
-    )
 
 
 def _changed_by_reading() -> Outcome:

@@ -9,8 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from megamcp.documents.content import Packed, Splice, check, pack, packed_whole, splices, unpack
-from megamcp.errors import TooLarge
+from megamcp.documents.content import Packed, Splice, check, demand_size, pack, packed_whole, splices, unpack
 from megamcp.sdk.classes import Keeper
 
 
@@ -82,16 +81,6 @@ async def first_content(keeper: Keeper, limit: int) -> bytes:
         keeper.drop(made)
     demand_size(len(content), limit)
     return content
-
-
-def demand_size(size: int, limit: int) -> None:
-    """Raises `TooLarge`."""
-    if size > limit:
-        raise TooLarge(
-            f"The document has {size} bytes, the limit is {limit}.",
-            code="document_too_large",
-            hint="Keep less in it, or raise MEGAMCP_DOCUMENT_BYTES.",
-        )
 
 
 class Pool:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megamcp.client import MegaMCPError, Rollout, Unprocessable, UpstreamError
+from megamcp.client import MegaMCPError, Rollout, TooLarge, Unprocessable, UpstreamError
 from tests.integration.documents.conftest import SERVER, Library
 
 
@@ -42,6 +42,7 @@ async def test_a_document_over_the_limit_is_refused(library: Library) -> None:
     refused = await rollout.call("fill", count=4, size=1 << 20)
     assert refused.code == "document_too_large"
     assert "3145728" in refused.text
+    assert refused.text.startswith("shelf: "), "the server's name"
     assert await unharmed(rollout)
     assert not (await rollout.call("fill", count=2, size=1 << 20)).is_error
 
@@ -78,14 +79,20 @@ async def test_another_programs_document_is_refused_at_load(library: Library, tm
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "initial.json"), ('{"a": 1e999}', "initial.json"), (f'{{"a": {2**70}}}', "64 bits")],
+    [
+        ("{", r"initial\.json: what servers\.bad starts as: "),
+        ('{"a": 1e999}', r"servers\.bad"),
+        (f'{{"a": {2**70}}}', "64 bits"),
+        (f'["{"x" * (4 << 20)}"]', r"servers\.bad: The document has 4194310 bytes, the limit is 3145728\."),
+    ],
+    ids=["cut", "infinity", "integer", "large"],
 )
 async def test_a_first_document_that_is_no_json_is_refused_at_load(
     library: Library, tmp_path: Path, content: str, said: str
 ) -> None:
     (tmp_path / "initial.json").write_text(content)
     text = f'name = "bad"\n[servers.bad]\nentry = "shelf_server:Shelf"\n{STATE}initial = "initial.json"\n'
-    with pytest.raises(Unprocessable, match=said):
+    with pytest.raises((Unprocessable, TooLarge), match=said):
         await load(library, tmp_path, text)
 
 

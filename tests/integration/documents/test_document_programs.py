@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from megamcp.client import Rollout, Unprocessable, UpstreamError
+from megamcp.client import MegaMCPError, Rollout, Unprocessable, UpstreamError
 from tests.integration.documents.conftest import Library
 
 JOTTER = Path(__file__).parents[2] / "environments" / "jotter.py"
@@ -46,6 +46,11 @@ async def test_agents_see_the_programs_tools_but_for_two(jotters: Library) -> No
     names = [tool.name for tool in await rollout.tools()]
     assert names == ["jot", "jottings", "refuse", "crash", "junk", "process", "secrets"]
     assert json.loads((await rollout.call("secrets")).text) == [], "it is not told where its document is kept"
+    for hidden in ("import_state", "export_state"):
+        with pytest.raises(MegaMCPError) as refused:
+            await rollout.call(hidden, document={"jottings": ["forged"]})
+        assert refused.value.code == "unknown_tool"
+    assert await jottings(rollout) == []
 
 
 async def test_a_programs_document_forks_and_rolls_back(jotters: Library) -> None:
@@ -131,6 +136,15 @@ async def test_a_program_without_the_named_tools_does_not_start(library: Library
     await load(library, tmp_path, text("toolless", load="absorb"))
     with pytest.raises(UpstreamError, match="it has no tool 'absorb'"):
         await (await library.client.open("toolless")).call("jottings")
+
+
+async def test_a_program_at_a_url_with_tools_for_its_document_is_refused_at_load(
+    library: Library, tmp_path: Path
+) -> None:
+    state = 'kind = "document"\nload = "import_state"\ndump = "export_state"\n'
+    url = 'name = "far"\n[servers.jotter]\nurl = "http://127.0.0.1:9/mcp"\n[servers.jotter.state]\n'
+    with pytest.raises(Unprocessable, match=r"servers\.jotter: .*a program at a url serves others too"):
+        await load(library, tmp_path, url + state)
 
 
 async def test_a_command_without_the_names_of_its_tools_is_refused_at_load(library: Library, tmp_path: Path) -> None:
