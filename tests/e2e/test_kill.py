@@ -1,8 +1,8 @@
 """G4, G5 and G6 under fire: the gateway, tool servers and PostgreSQL are killed with -9 at random moments under load.
 
 Each worker books entries, one after another, each with an idempotency key of its own, and repeats a call until it is
-acknowledged. At the end every acknowledged entry is there once, and nothing else is. CI runs one short storm;
-`make soak` lasts `SOAK_SECONDS`.
+acknowledged; others do so on documents, with checkpoints and forks between. At the end every acknowledged entry is
+there once, and nothing else is. CI runs one short storm; `make soak` lasts `SOAK_SECONDS`.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -26,8 +27,18 @@ import pytest
 
 log = logging.getLogger(__name__)
 LEDGER = Path(__file__).parent.parent / "environments" / "ledger"
+SHELF = LEDGER.parent / "shelf_server.py"
+SHELF_TOML = """
+name = "shelf"
+[servers.shelf]
+entry = "shelf_server:Shelf"
+[servers.shelf.state]
+kind = "document"
+"""
 STORM_S = float(os.environ.get("SOAK_SECONDS", "25"))
 WORKERS = 6
+KEEPERS = 3
+"""Of documents."""
 
 
 def free_port() -> int:
@@ -57,7 +68,7 @@ class Fortress:
                 *("--data-dir", str(self.folder / "data"), "--workers", str(self.workers)),
                 env={
                     **os.environ,
-                    "MEGAMCP_ENVIRONMENTS": f'["{LEDGER}"]',
+                    "MEGAMCP_ENVIRONMENTS": f'["{LEDGER}", "{self.folder / "shelf"}"]',
                     "MEGAMCP_BUNDLED_ENVIRONMENTS": "false",
                     "MEGAMCP_REAP_INTERVAL_S": "1",
                     "MEGAMCP_CALL_TIMEOUT_S": "20",
@@ -123,6 +134,9 @@ class Fortress:
 
 @asynccontextmanager
 async def fortress(folder: Path, workers: int) -> AsyncIterator[Fortress]:
+    (folder / "shelf").mkdir()
+    (folder / "shelf" / "environment.toml").write_text(SHELF_TOML)
+    shutil.copy(SHELF, folder / "shelf")
     made = Fortress(folder, free_port(), workers)
     await made.start()
     try:
@@ -153,6 +167,66 @@ async def request(http: aiohttp.ClientSession, method: str, path: str, body: Any
     raise AssertionError(f"no success in time for {method} {path}: {last}")
 
 
+async def opened_shelf(http: aiohttp.ClientSession) -> str:
+    opened = await request(http, "POST", "/v1/rollouts", {"environment": "shelf"})
+    return str(opened["rollouts"][0]["id"])
+
+
+@dataclass(slots=True)
+class Shelf:
+    """A rollout with a document that counts its calls, and what was acknowledged: so many calls, and the digest and the
+    fork of each checkpoint."""
+
+    http: aiohttp.ClientSession
+    rollout: str
+    count: int = 0
+    points: list[tuple[str, str, int]] = field(default_factory=list)
+    forks: list[tuple[str, int]] = field(default_factory=list)
+
+    async def call(self, rollout: str, tool: str, once: str, **arguments: Any) -> Any:
+        body = {"tool": tool, "arguments": arguments, "idempotency_key": once}
+        result = await request(self.http, "POST", f"/v1/rollouts/{rollout}/call", body)
+        assert not result.get("isError"), result
+        return result["structuredContent"]
+
+    async def put(self, rollout: str, number: int) -> None:
+        """The call of that number: any that was lost or done twice shows in what it gives."""
+        given = await self.call(rollout, "put", f"put {number}", key=f"k{number % 50}", value=str(number) * 40)
+        assert given == {"result": number}
+
+    async def work(self, end: float) -> None:
+        while time.monotonic() < end or not self.forks:
+            await self.put(self.rollout, self.count + 1)
+            self.count += 1
+            if self.count % 5 == 0:
+                made = await request(self.http, "POST", f"/v1/rollouts/{self.rollout}/checkpoints", {})
+                self.points.append((made["id"], made["digest"], self.count))
+                (fork,) = (await request(self.http, "POST", f"/v1/checkpoints/{made['id']}/fork", {}))["rollouts"]
+                await self.put(fork["id"], self.count + 1)
+                self.forks.append((fork["id"], self.count + 1))
+
+    async def holds(self) -> None:
+        last = len(self.points) - 1
+        for checkpoint, digest, count in (self.points[0], self.points[last // 2], self.points[last]):
+            (fork,) = (await request(self.http, "POST", f"/v1/checkpoints/{checkpoint}/fork", {}))["rollouts"]
+            assert (await request(self.http, "GET", f"/v1/rollouts/{fork['id']}/digest"))["digest"] == digest
+            await self.agrees(fork["id"], count)
+        for rollout, count in (self.forks[0], self.forks[-1], (self.rollout, self.count)):
+            await self.agrees(rollout, count)
+
+    async def agrees(self, rollout: str, count: int) -> None:
+        """It holds what so many calls make, and has a row for each that says so."""
+        things = {f"k{number % 50}": str(number) * 40 for number in range(1, count + 1)}
+        assert await self.call(rollout, "all", "all") == {"things": {"first": "seeded", **things}, "count": count}
+        after, done = 0, 0
+        while after is not None:
+            page = await request(self.http, "GET", f"/v1/rollouts/{rollout}/events?after={after}&limit=1000")
+            calls = [event for event in page["events"] if event["kind"] == "call" and event["tool"] == "put"]
+            done += sum(call["state"] == "done" and not call["is_error"] for call in calls)
+            after = page["next_after"]
+        assert done == count
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("workers", [1, 2], ids=["one worker", "two workers"])
@@ -169,7 +243,7 @@ async def test_no_acknowledged_call_is_lost_and_none_is_done_twice(scratch_folde
 
         async def work(rollout: str) -> None:
             number = 0
-            while time.monotonic() < end:
+            while time.monotonic() < end or number < 4:
                 number += 1
                 key = f"{rollout}-{number}"
                 result = await request(
@@ -196,7 +270,8 @@ async def test_no_acknowledged_call_is_lost_and_none_is_done_twice(scratch_folde
                 await asyncio.sleep(dice.uniform(0.5, 3.5))
                 await gateway.kill(dice.choice(victims))
 
-        await asyncio.gather(storm(), *map(work, rollouts))
+        shelves = [Shelf(http, await opened_shelf(http)) for _ in range(KEEPERS)]
+        await asyncio.gather(storm(), *map(work, rollouts), *(shelf.work(end) for shelf in shelves))
         await gateway.ready()
         assert sum(gateway.kills.values()) >= 5, gateway.kills
 
@@ -212,6 +287,8 @@ async def test_no_acknowledged_call_is_lost_and_none_is_done_twice(scratch_folde
             assert (await request(http, "GET", f"/v1/rollouts/{fork['id']}/digest"))["digest"] == digest
             sums = await request(http, "POST", f"/v1/rollouts/{fork['id']}/call", {"tool": "sums", "arguments": {}})
             assert sums["structuredContent"]["entries"] == number
+        for shelf in shelves:
+            await shelf.holds()
         log.info("calls %d, kills %s", sum(map(len, acknowledged.values())), gateway.kills)
     await asyncio.sleep(0.5)
     assert gateway.family() == [], "something outlived the gateway"
