@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.criu.conftest import Host
-from tests.integration.sandboxed.conftest import database_with, elsewhere, environment, gateway_on
+from tests.integration.sandboxed.conftest import database_with, environment, gateway_on
 
 AUTO = 'name = "auto"\n[servers.auto]\nentry = "threaded_server:server"\n[servers.auto.state]\nkind = "process"\n'
 

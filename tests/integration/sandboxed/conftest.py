@@ -2,7 +2,6 @@
 
 import secrets
 import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -50,14 +49,6 @@ def environment(folder: Path, toml: str, *modules: str) -> Path:
     for name in modules:
         shutil.copy(ENVIRONMENTS / f"{name}.py", folder)
     return folder
-
-
-@asynccontextmanager
-async def elsewhere() -> AsyncIterator[Path]:
-    """A folder that isn't below /tmp, of which every sandbox has its own."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
 
 
 @asynccontextmanager

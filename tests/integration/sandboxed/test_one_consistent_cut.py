@@ -28,7 +28,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from megamcp.client import MegaMCPError, Rollout, ToolResult, UpstreamError
 from sandboxes.types import Kind
-from tests.integration.sandboxed.conftest import ENVIRONMENTS, Sandboxed, database_with, elsewhere, gateway_on
+from tests.integration.sandboxed.conftest import ENVIRONMENTS, Sandboxed, database_with, gateway_on
 
 OTHERS = ("shared", "own", "page")
 BOXES = ("left", "right", "frozen")
@@ -98,10 +98,9 @@ def ensemble(folder: Path, boxes: tuple[str, ...]) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def playing(postgres_dsn: str) -> AsyncIterator[Ensemble]:
+async def playing(postgres_dsn: str, top: Path) -> AsyncIterator[Ensemble]:
     """A gateway on a database and a keeper of its own."""
     async with (
-        elsewhere() as top,
         database_with(postgres_dsn) as dsn,
         gateway_on(dsn, state_urls=[postgres_dsn], sandbox_dir=top / "keeper", spare_databases=0) as running,
     ):
@@ -123,8 +122,8 @@ async def held(rollout: Rollout, servers: tuple[str, ...]) -> dict[str, dict[str
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def all_kinds(postgres_dsn: str) -> AsyncIterator[Ensemble]:
-    async with playing(postgres_dsn) as running:
+async def all_kinds(postgres_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ensemble]:
+    async with playing(postgres_dsn, tmp_path_factory.mktemp("kinds")) as running:
         yield running
 
 
@@ -363,9 +362,12 @@ async def patient(rollout: Rollout, tool: str, **arguments: Any) -> ToolResult:
 
 
 @pytest.fixture
-def machine(postgres_dsn: str) -> Iterator[type[Play]]:
+def machine(postgres_dsn: str, tmp_path: Path) -> Iterator[type[Play]]:
     """The machine on a gateway of its own, in a thread."""
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(playing(postgres_dsn)) as running:
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(playing(postgres_dsn, tmp_path)) as running,
+    ):
         yield type("BoundPlay", (Play,), {"portal": portal, "running": running})
 
 
