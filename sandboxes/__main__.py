@@ -20,7 +20,7 @@ from pathlib import Path
 from sandboxes.confine import kernel
 from sandboxes.criu import Criu
 from sandboxes.docker import Containers
-from sandboxes.forkserver.runtime import ForkServer
+from sandboxes.forkserver.runtime import WARM_S, ForkServer
 from sandboxes.keeper import Keeper
 from sandboxes.runtime import Died, Folders, Runtime
 from sandboxes.types import Kind
@@ -31,20 +31,20 @@ TAKEN = 3
 """The exit status where another keeper has the state folder."""
 
 
-def runtimes(folders: Folders, died: Died) -> dict[Kind, Runtime]:
+def runtimes(folders: Folders, died: Died, warm_s: float) -> dict[Kind, Runtime]:
     """All that this version has."""
     return {
-        Kind.FORK: ForkServer(folders, died),
+        Kind.FORK: ForkServer(folders, died, warm_s),
         Kind.CRIU: Criu(Folders(folders.state / "criu"), died),
         Kind.DOCKER: Containers(folders, died),
     }
 
 
-async def keep(listener: socket.socket, state: Path, *, linger_s: float | None) -> None:
+async def keep(listener: socket.socket, state: Path, *, linger_s: float | None, warm_s: float) -> None:
     """Until SIGTERM or SIGINT, or until nobody needs it any more."""
     loop = asyncio.get_running_loop()
     keeper: Keeper
-    keeper = Keeper(_name(state), runtimes(Folders(state), lambda exited: keeper.died(exited)))
+    keeper = Keeper(_name(state), runtimes(Folders(state), lambda exited: keeper.died(exited), warm_s))
     await keeper.recover()
     serving = asyncio.create_task(keeper.serve(listener))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -101,6 +101,9 @@ def main() -> int:
     parser.add_argument("--state", type=Path, required=True, help="folder for layers and images, of this keeper alone")
     parser.add_argument("--group", type=int, help="number of a group whose members may connect too")
     parser.add_argument("--linger", type=float, help="seconds without any client after which it ends")
+    parser.add_argument(
+        "--warm", type=float, default=WARM_S, help="seconds for which a Python server waits that has no sandbox"
+    )
     options = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -124,7 +127,7 @@ def main() -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a sandbox takes five
     try:
-        asyncio.run(keep(listener, options.state, linger_s=options.linger))
+        asyncio.run(keep(listener, options.state, linger_s=options.linger, warm_s=options.warm))
     finally:
         options.socket.unlink(missing_ok=True)
     return 0

@@ -6,11 +6,13 @@ Invariants:
 - a sandbox writes into an upper folder of its own over layers that nobody writes; an image is a process that waits and
   the layers that it goes with; a layer is on disk as long as a sandbox or an image stands on it;
 - no code of a server runs in a sandbox before its limits hold;
+- a zygote that nobody has used for a while ends, once nothing lives in its room;
 - everything here dies with the keeper, by the kernel's hand; so nothing is taken over at a start, all is removed.
 """
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -37,6 +39,8 @@ _FREEZE_S = 5.0
 _IMAGES = "images"
 _GROUP_OF_IMAGES = "IMAGES"  # no name that a sandbox can have
 _DESCRIPTORS = 4096
+WARM_S = 900.0
+"""How long a zygote waits for the next sandbox when it has none, and no image."""
 
 
 @dataclass(eq=False)
@@ -70,9 +74,13 @@ class _Sandbox:
 class ForkServer:
     """See `runtime.Runtime`."""
 
-    def __init__(self, folders: Folders, died: Died) -> None:
+    def __init__(self, folders: Folders, died: Died, warm_s: float = WARM_S) -> None:
         self._folders = folders
         self._died = died
+        self._warm_s = warm_s
+        self._retiring: asyncio.Task[None] | None = None
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        """Templates whose zygotes are being ended for idleness."""
         self._zygotes: dict[str, Zygote] = {}
         self._sandboxes: dict[str, _Sandbox] = {}
         self._images: dict[str, _Image] = {}
@@ -127,8 +135,11 @@ class ForkServer:
     # -- templates ------------------------------------------------------------------------------------------------
 
     async def prepare(self, spec: Spec) -> None:
+        if (leaving := self._leaving.get(spec.template)) is not None:
+            await asyncio.wait({leaving})
         known = self._zygotes.get(spec.template)
         if known is not None and known.alive:
+            known.used = time.monotonic()
             return
         if known is not None:
             await self._forget(spec.template)
@@ -140,6 +151,27 @@ class ForkServer:
         except BaseException:
             await layers.remove(folder)
             raise
+
+    async def end_idle(self) -> None:
+        """Ends the zygotes that have waited for too long."""
+        for template, zygote in list(self._zygotes.items()):
+            living: list[_Image | _Sandbox] = [*self._images.values(), *self._sandboxes.values()]
+            if zygote.starting or any(one.zygote is zygote for one in living):
+                zygote.used = time.monotonic()
+            elif time.monotonic() - zygote.used >= self._warm_s:
+                log.info("the warm server of template %s was not used for %g s", template, self._warm_s)
+                task = self._leaving[template] = asyncio.create_task(self._forget(template))
+                task.add_done_callback(functools.partial(self._left, template))
+        if self._leaving:
+            await asyncio.wait(self._leaving.values())
+
+    def _left(self, template: str, _: "asyncio.Task[None]") -> None:
+        del self._leaving[template]
+
+    async def _retire(self) -> None:
+        while True:
+            await asyncio.sleep(self._warm_s / 8)
+            await self.end_idle()
 
     async def _forget(self, template: str) -> None:
         """A zygote with all that lives in its room."""
@@ -162,6 +194,7 @@ class ForkServer:
         group = self._groups.group(sandbox) if self._groups is not None else None
         control, theirs = Control.pair()
         pipes: list[int] = []
+        zygote.starting += 1
         try:
             _make_place(place, zygote.uid)
             if group is not None:
@@ -194,6 +227,7 @@ class ForkServer:
                 raise SandboxError("failed", f"Sandbox {sandbox} could not be started: {error}.") from error
             raise
         finally:
+            zygote.starting -= 1
             theirs.close()
         for descriptor in inside:
             os.close(descriptor)
@@ -351,6 +385,7 @@ class ForkServer:
             self._kept = self._groups.group(_GROUP_OF_IMAGES).make()
         except OSError as error:
             self._no_groups = f"control groups can't be made here ({error})"
+        self._retiring = asyncio.create_task(self._retire(), name="idle zygotes")
         templates = self._folders.state / "templates"
         for folder in templates.iterdir() if templates.is_dir() else ():
             await layers.remove(folder)
@@ -360,8 +395,9 @@ class ForkServer:
             await self.remove(name)
         for template in list(self._zygotes):
             await self._forget(template)
-        if self._patrol is not None:
-            self._patrol.cancel()
+        for task in (self._patrol, self._retiring):
+            if task is not None:
+                task.cancel()
         if self._groups is not None:
             await asyncio.to_thread(self._groups.remove)
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +50,10 @@ class Zygote:
     """Frozen ones that are on disk, below the folder."""
     digests: dict[tuple[str, ...], str] = field(default_factory=dict)
     """Of stacks of frozen layers."""
+    starting: int = 0
+    """Sandboxes that are being made."""
+    used: float = field(default_factory=time.monotonic)
+    """When somebody last had something in its room, or was about to."""
 
     @property
     def alive(self) -> bool:

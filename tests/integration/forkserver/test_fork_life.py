@@ -200,6 +200,26 @@ async def test_two_images_of_the_same_files_have_one_digest(server: Server, spec
     assert (await server.freeze(fork)).digest != first.digest
 
 
+async def test_a_warm_server_without_a_sandbox_and_an_image_ends_and_comes_back(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = code_spec(argument="1")
+    sandbox = await server.start(spec)
+    frozen = await server.freeze(sandbox)
+    warm = server.runtime._zygotes[spec.template]
+    await server.runtime.remove(sandbox.name)
+    monkeypatch.setattr(server.runtime, "_warm_s", 0)
+    await server.runtime.end_idle()
+    assert warm.alive
+    await server.runtime.drop(frozen.image)
+    _, again = await asyncio.gather(server.runtime.end_idle(), server.start(spec))
+    assert not warm.alive
+    assert await again.run("result = 'back'") == "back"
+    _, other = await asyncio.gather(server.runtime.end_idle(), server.start(spec))
+    for each in (again, other):
+        assert await each.run("result = 'stays'") == "stays"
+
+
 async def test_an_interpreter_below_tmp_is_seen_there_by_every_fork(server: Server) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         made = ("-m", "venv", "--copies", "--without-pip", folder)
