@@ -18,7 +18,6 @@ _PARTS = """select get_byte(k, 0) as part, count(*) as n, sum(megamcp.high(h)) a
   from megamcp.hashed($1, $2, $3) group by 1"""
 _ROWS = """select k, h, count(*) as n from megamcp.hashed($1, $2, $3)
  where get_byte(k, 0) = any ($4::int[]) group by k, h"""
-_IMAGES = "select distinct on (k) k, image from megamcp.hashed($1, $2, $3) where k = any ($4::bytea[])"
 _AT_ONCE = 100_000  # rows whose hashes are held
 
 
@@ -38,10 +37,10 @@ class _Side:
 
     async def show(self, wanted: Counter[bytes]) -> list[dict[str, Any]]:
         """Rows by the hashes of their keys."""
-        images: list[str] = []
-        for row in await self.ask(_IMAGES, list(wanted)) if wanted else ():
-            images += [row["image"]] * (wanted[row["k"]] if self.key is None else 1)
-        return await self._inside.shown(self.table["relation"], images) if images else []
+        if self.table is None or not wanted:
+            return []
+        copies = wanted if self.key is None else dict.fromkeys(wanted, 1)
+        return await self._inside.shown(self.table["relation"], self.key, self.table["label"], copies)
 
 
 async def compare(before: Inside, after: Inside, limit: int) -> dict[str, TableDiff]:

@@ -6,9 +6,10 @@ by the database's hand (see `logins`): putting rows in, and turning them into JS
 
 import asyncio
 import logging
+import math
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -32,6 +33,7 @@ _FREEZE = """select m."position", m.written, m.sum, m.call, m.bytes,
 log = logging.getLogger(__name__)
 
 _TRIMMED_AT_ONCE = 500
+_SHOWN_BYTES = 1 << 25  # of a table, in a diff
 HandSession = Callable[[], AbstractAsyncContextManager[asyncpg.Connection]]
 
 _CALLS = """select id, nonce, rollout, server, epoch, mode, tool, arguments, outcome, result, is_error, idempotency_key,
@@ -48,11 +50,28 @@ _END_SESSIONS = """select pg_terminate_backend(a.pid, 2000) from pg_stat_get_act
   where d.datname = current_database() and not u.rolsuper and u.rolname <> current_database() || '_hand'
     and (exists (select from pg_class where relpersistence = 't')
          or exists (select from pg_sequence where seqcache > 1))"""
-_PLANNED = "select p.relation, p.goes, p.hashes, megamcp.images(p.places) as images from {}"
-_BACK = _PLANNED.format("megamcp.plan(megamcp.way_back($1), true, megamcp.keyless()) p")
-_BETWEEN = _PLANNED.format(
+# Portions of rows never come by here: the hand reads them from the log, or from pieces where they are another database's.
+_PLAN = """insert into megamcp.moves (n, relation, goes, places, hashes)
+    select row_number() over (), p.relation, p.goes, p.places, p.hashes from {}"""
+_PLAN_BACK = _PLAN.format("megamcp.plan(megamcp.way_back($1), true, megamcp.keyless()) p")
+_BETWEEN = (
     "megamcp.marks m, lateral megamcp.plan(megamcp.spans($1, m.segment, m.position), false, $3) p where m.position = $2"
 )
+_PLAN_BETWEEN = _PLAN.format(_BETWEEN)
+_PORTIONS = f"select p.relation, p.goes, p.places, p.hashes from {_BETWEEN}"
+_PIECES = """select p.piece, case when p.piece = 0 then x.lengths end as lengths,
+    substr(x.bytes, (p.piece * megamcp.entry_bytes() + 1)::int, megamcp.entry_bytes()::int) as bytes
+  from (select array_agg(octet_length(i.bytes) order by i.n) as lengths, string_agg(i.bytes, '' order by i.n) as bytes
+          from (select convert_to(i.image, 'UTF8') as bytes, i.n
+                  from unnest(megamcp.images($1)) with ordinality i (image, n) offset 0) i) x,
+       generate_series(0, (octet_length(x.bytes) - 1) / megamcp.entry_bytes()) p (piece)"""
+_PUT_PIECE = """insert into megamcp.moves (n, relation, goes, piece, lengths, bytes) values ($1, $2, $3, $4, $5, $6)"""
+_PUT_HASHES = "insert into megamcp.moves (n, relation, goes, hashes) values ($1, $2, true, $3)"
+_PLAN_SHOWN = """insert into megamcp.moves (n, relation, goes, lengths, bytes)
+    select row_number() over (), $1, false, array[octet_length(i.bytes)], i.bytes
+      from (select distinct on (h.k) h.k, convert_to(h.image, 'UTF8') as bytes
+              from megamcp.hashed($1, $2, $3, $4) h) i
+      join unnest($4, $5::bigint[]) w (k, copies) using (k), generate_series(1, w.copies)"""
 _DONE = "select * from megamcp.sums(int8multirange(int8range($1, $2, '(]')))"
 _WANTED = """select s.* from megamcp.marks m, lateral megamcp.sums(megamcp.spans($1, m.segment, m.position)) s
  where m.position = $2"""
@@ -152,8 +171,10 @@ class Inside:
             raise Conflict(f"Position {position} can't be reached row by row.", code="not_reachable")
         await self.connection.execute(_END_SESSIONS)
         if await self.connection.fetchval("select exists (select from megamcp.log where id > $1)", position):
-            async with self._moving(within_s) as hand:
-                await self._move(hand, self.connection, _BACK, position)
+            async with self._planning(), self._moving(within_s) as hand:
+                await self.connection.execute(_PLAN_BACK, position)
+                for n in range(1, 1 + await self.connection.fetchval("select count(*) from megamcp.moves")):
+                    await _exactly(hand.execute("select megamcp.carry_out($1)", n))
                 if not await _exactly(hand.fetchval("select megamcp.is_back($1)", position)):
                     raise _not_exact("they came out otherwise.", _MEDDLED)
             if not await self.connection.fetchval("select megamcp.is_back($1)", position):
@@ -211,8 +232,9 @@ class Inside:
             raise Conflict(f"There is no mark at {upto}.", code="not_reachable")
         keyless = await self.connection.fetchval("select megamcp.keyless()")
         before = await self.position()
-        async with self._moving(within_s) as hand:
-            await self._move(hand, source.connection, _BETWEEN, after, upto, keyless)
+        async with self._planning(), self._moving(within_s) as hand:
+            async for n in self._portions_of(source, after, upto, keyless):
+                await _exactly(hand.execute("select megamcp.carry_out($1)", n))
         done = await self.connection.fetch(_DONE, before, await self.position())
         if done != await source.connection.fetch(_WANTED, after, upto) or not await self.untouched(before):
             raise _not_exact("they came out otherwise.", _MEDDLED)
@@ -252,38 +274,53 @@ class Inside:
                     ) from error
                 raise
 
-    async def _move(self, hand: asyncpg.Connection, planner: asyncpg.Connection, plan: str, *arguments: Any) -> None:
-        """Carry out a plan, a portion at a time: that is all of it that is in memory."""
-        async with planner.transaction(readonly=True):
-            async for row in planner.cursor(plan, *arguments, prefetch=1):
-                relation, images, hashes = row["relation"], row["images"], row["hashes"]
-                if not row["goes"]:
-                    await _exactly(hand.execute("select megamcp.put($1, $2)", relation, images))
-                elif hashes is None:
-                    await _exactly(hand.execute("select megamcp.take_by_key($1, $2)", relation, images))
+    @asynccontextmanager
+    async def _planning(self) -> AsyncIterator[None]:
+        """What was left by one that was cut off is taken away first."""
+        await self.connection.execute("select megamcp.clear_moves()")
+        yield
+        await self.connection.execute("select megamcp.clear_moves()")
+
+    async def _portions_of(self, source: "Inside", after: int, upto: int, keyless: Sequence[int]) -> AsyncIterator[int]:
+        """Brings what happened in `source` over, a portion at a time and in pieces."""
+        async with source.connection.transaction(readonly=True):
+            n = 0
+            async for row in source.connection.cursor(_PORTIONS, after, upto, keyless, prefetch=1):
+                n += 1
+                which = n, row["relation"]
+                if row["hashes"] is not None:
+                    await self.connection.execute(_PUT_HASHES, *which, row["hashes"])
                 else:
-                    await _exactly(hand.execute("select megamcp.take_by_hash($1, $2)", relation, hashes))
+                    async for piece in source.connection.cursor(_PIECES, row["places"], prefetch=1):
+                        await self.connection.execute(_PUT_PIECE, *which, row["goes"], *piece.values())
+                yield n
+                await self.connection.execute("delete from megamcp.moves")
 
     async def changes(self, a: int, b: int, limit: int) -> dict[str, TableDiff] | None:
         """Rows that differ between two marks, by key, at most `limit` a table. None where DDL came after the first."""
         first, last = min(a, b), max(a, b)
         if not await self.reachable(first):
             return None
-        sides: dict[int, tuple[list[str], list[str]]] = {}
-        for row in await self.connection.fetch(_BETWEEN, first, last, []):
-            sides.setdefault(row["relation"], ([], []))[not row["goes"]].extend(row["images"])
-        found = await self._by_table(sides, limit) if sides else {}
+        async with self._planning():
+            await self.connection.execute(_PLAN_BETWEEN, first, last, [])
+            found = await self._planned_rows(limit, _SHOWN_BYTES)
         return found if a <= b else {name: one.reversed() for name, one in found.items()}
 
-    async def shown(self, relation: int, images: Sequence[str]) -> list[dict[str, Any]]:
-        """Rows of images as JSON objects, by key."""
-        found = await self._by_table({relation: ([], images)}, len(images))
+    async def shown(
+        self, relation: int, key: Sequence[str] | None, label: str, wanted: Mapping[bytes, int]
+    ) -> list[dict[str, Any]]:
+        """Rows of a table as JSON objects, by the hashes of their keys (`megamcp.hashed`) and how many copies of each."""
+        async with self._planning():
+            await self.connection.execute(_PLAN_SHOWN, relation, key, label, list(wanted), list(wanted.values()))
+            found = await self._planned_rows(sum(wanted.values()), math.inf)
         return [row for table in found.values() for row in table.added]
 
-    async def _by_table(self, sides: diffs.Sides, limit: int) -> dict[str, TableDiff]:
-        shapes = await self.connection.fetch(diffs.SHAPES, list(sides))
+    async def _planned_rows(self, limit: int, most: float) -> dict[str, TableDiff]:
+        shapes = await self.connection.fetch(diffs.SHAPES)
+        if not shapes:
+            return {}
         async with self._hand() as hand, hand.transaction(readonly=True):
-            return await diffs.by_table(hand, shapes, sides, limit)
+            return await diffs.by_table(hand, shapes, limit, most)
 
     async def calls(self, after: int) -> list[CallRow]:
         """Calls with an id above `after`, in order."""

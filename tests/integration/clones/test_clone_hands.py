@@ -46,6 +46,8 @@ REACHES = (
     "select megamcp.net('{[0,9]}')",
     "select megamcp.sums('{[0,9]}')",
     "select megamcp.images('{2049}')",
+    "select * from megamcp.moves",
+    "select megamcp.clear_moves()",
     "select megamcp.way_back(0)",
     "select megamcp.reachable(0)",
     "select megamcp.set_sequences('{}')",

@@ -1,10 +1,14 @@
 """The log and the way back are bounded in memory and time, whatever rows an agent writes."""
 
 import asyncio
+import hashlib
+import tracemalloc
 
 import pytest
 
 from megamcp.errors import DeadlineExceeded
+from megamcp.state.clones import compare
+from megamcp.state.schema import Change
 from tests.integration.clones.conftest import World
 
 # Longest side of an entry, and the longest one without its last row.
@@ -54,6 +58,42 @@ async def test_a_rewind_handles_long_rows_in_portions(world: World, key: str) ->
         await inside.rewind(mark.position)
         assert await inside.digest() == mark.digest
     assert tuple(await db.user.fetchrow("select min(id), max(id), sum(length(x)) from t")) == (10, 50, 41 * 300_000)
+
+
+def told(text: str) -> dict[str, object]:
+    return {"long": True, "bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+async def test_long_values_are_exact_and_never_whole_in_the_gateway(world: World) -> None:
+    long = "abcdefgh" * 2_000_000
+    db = await world.start("create table t (id int primary key, x text)", "insert into t values (1, 'x')")
+    await db.user.execute("insert into t values (2, repeat('abcdefgh', 2000000))")
+    point = await db.mark()
+    await db.user.execute("update t set x = x || 'y' where id = 2")
+    later = await db.mark()
+    other = await world.clone(db.name)
+    await other.user.execute("update t set x = 'z' where id = 1; update t set x = x || 'z' where id = 2")
+    tracemalloc.start()
+    try:
+        async with db.hold() as inside:
+            assert await inside.digest() == later.digest
+            differ = (await inside.changes(point.position, later.position, 100) or {})["t"]
+            await inside.rewind(point.position)
+            assert await inside.digest() == point.digest
+        async with db.hold() as inside, other.hold() as its:
+            found = (await compare(inside, its, 100))["t"].changed
+            at = await its.mark()
+            await inside.redo(its, point.position, at.position)
+            assert await inside.digest() == at.digest
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert differ.changed == (Change({"id": 2, "x": told(long)}, {"id": 2, "x": told(long + "y")}),)
+    assert found == (
+        Change({"id": 1, "x": "x"}, {"id": 1, "x": "z"}),
+        Change({"id": 2, "x": told(long)}, {"id": 2, "x": told(long + "yz")}),
+    )
+    assert peak < len(long)
 
 
 PORTIONS = """select coalesce(cardinality(p.places), cardinality(p.hashes)) as n, (select sum(octet_length(i.image))

@@ -32,7 +32,7 @@ DENIED = [
     "delete from megamcp.log",
     "insert into megamcp.open_calls (nonce) values (gen_random_uuid())",
     "select megamcp.mark()",
-    "select megamcp.put(0, '{}')",
+    "select megamcp.put(0, 0)",
     "select megamcp.take_by_hash(0, '{}')",
     "select megamcp.is_back(0)",
     "select megamcp.images('{}')",

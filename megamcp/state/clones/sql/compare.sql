@@ -13,9 +13,10 @@ language sql stable set search_path = pg_catalog, pg_temp as $$
      where t.oid = t.root
 $$;
 
--- Each row's image, the hash of its key (of the whole row, where there is none) and the hash of all of it. Locked by its name
--- and then compared with its oid, as in `whole_sum`.
-create function megamcp.hashed(relation oid, key name[], label text) returns table (k bytea, h bytea, image text)
+-- Of each row the hash of its key (of the whole row, where there is none) and the hash of all of it; its image too, where
+-- the key's hash is one of those wanted, and then of no others. Locked by its name and then compared with its oid, as in `whole_sum`.
+create function megamcp.hashed(relation oid, key name[], label text, wanted bytea[] default null)
+returns table (k bytea, h bytea, image text)
 language plpgsql volatile set search_path = pg_catalog, pg_temp set datestyle = 'ISO, YMD' set timezone = 'UTC'
 set intervalstyle = 'postgres' set extra_float_digits = 1 set bytea_output = 'hex' set xmloption = 'content'
 set lc_monetary = 'C' as $$
@@ -29,7 +30,9 @@ begin
         raise exception using errcode = '40001', message = format('table %s changed meanwhile', name);
     end if;
     return query execute format($q$
-        select substr(sha256(convert_to(%s, 'UTF8')), 1, 16), substr(sha256(convert_to(%L || i.image, 'UTF8')), 1, 16), i.image
-          from %s x, lateral (select %s as image offset 0) i$q$,
-        coalesce(keys, 'i.image'), label, megamcp.one(relation), megamcp.image(relation, 'x'));
+        select y.k, substr(sha256(convert_to(%L || y.image, 'UTF8')), 1, 16), case when $1 is not null then y.image end
+          from (select substr(sha256(convert_to(%s, 'UTF8')), 1, 16) as k, i.image
+                  from %s x, lateral (select %s as image offset 0) i offset 0) y
+         where $1 is null or y.k = any ($1)$q$,
+        label, coalesce(keys, 'i.image'), megamcp.one(relation), megamcp.image(relation, 'x')) using wanted;
 end $$;

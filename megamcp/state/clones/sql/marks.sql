@@ -189,8 +189,61 @@ language sql volatile set search_path = pg_catalog, pg_temp as $$
     select megamcp.set_sequences(m.sequences) from megamcp.marks m where m.position = mark
 $$;
 
--- The rows of images. A function, so that no cast of the user's own takes part.
-create function megamcp.rows_of(images text[], shape anyelement) returns setof anyelement
+-- What the hand has to do, in portions: of the log it sees what is here and no more. Images are where they were logged
+-- (`places`), or came from elsewhere, as UTF-8 in pieces; of what goes from a keyless table there are hashes.
+create table megamcp.moves (
+    n bigint,
+    piece integer default 0,            -- the first one says it all, the others have bytes only
+    relation oid,
+    goes boolean,
+    places bigint[],
+    hashes bytea[],
+    lengths integer[],
+    bytes bytea,
+    primary key (n, piece)
+);
+alter table megamcp.moves alter bytes set storage external;
+
+create function megamcp.clear_moves() returns void
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+begin
+    if exists (select from megamcp.moves) then
+        truncate megamcp.moves;
+    end if;
+end $$;
+
+create function megamcp.portions(relation oid, goes boolean) returns setof bigint
+language sql stable security definer set search_path = pg_catalog, pg_temp as $$
+    select m.n from megamcp.moves m where m.relation = portions.relation and m.goes = portions.goes order by m.n
+$$;
+
+create function megamcp.move(n bigint, out relation oid, out goes boolean, out hashes bytea[])
+language sql stable security definer set search_path = pg_catalog, pg_temp as $$
+    select m.relation, m.goes, m.hashes from megamcp.moves m where m.n = move.n and m.piece = 0
+$$;
+
+create function megamcp.moved_images(n bigint) returns text[]
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp as $$
+declare
+    first megamcp.moves := (select x from megamcp.moves x where x.n = moved_images.n and x.piece = 0);
+    bytes bytea;
+    length integer;
+    start integer := 1;
+    found_images text[] := '{}';
+begin
+    if first.lengths is null then
+        return megamcp.images(first.places);
+    end if;
+    bytes := (select string_agg(x.bytes, '' order by x.piece) from megamcp.moves x where x.n = moved_images.n);
+    foreach length in array first.lengths loop
+        found_images := found_images || convert_from(substr(bytes, start, length), 'UTF8');
+        start := start + length;
+    end loop;
+    return found_images;
+end $$;
+
+-- The rows of a portion. A function, so that no cast of the user's own takes part.
+create function megamcp.rows_of(n bigint, shape anyelement) returns setof anyelement
 language plpgsql stable set search_path = pg_catalog, pg_temp set datestyle = 'ISO, YMD' set timezone = 'UTC'
 set intervalstyle = 'postgres' set extra_float_digits = 1 set bytea_output = 'hex' set xmloption = 'content'
 set lc_monetary = 'C' as $$
@@ -198,11 +251,25 @@ declare
     image text;
     one shape%type;
 begin
-    foreach image in array images loop
+    foreach image in array megamcp.moved_images(n) loop
         one := record_in(textout(image), pg_typeof(shape)::oid, -1);
         return next one;
     end loop;
 end $$;
+
+-- A value as JSON; a long one is told by what its text is.
+create function megamcp.told(value anyelement) returns json
+language plpgsql stable as $$
+declare
+    words text := pg_catalog.concat(value);
+begin
+    if pg_catalog.octet_length(words) <= megamcp.longest_told() then
+        return pg_catalog.to_json(value);
+    end if;
+    return pg_catalog.json_build_object('long', true, 'bytes', pg_catalog.octet_length(words),
+        'sha256', pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(words, 'UTF8')), 'hex'));
+end $$;
+create function megamcp.longest_told() returns integer language sql immutable return 65536;
 
 -- The best unique index over plain columns that are never null: what tells rows apart, else null.
 create function megamcp.row_key(relation oid) returns oid
@@ -242,30 +309,44 @@ language sql stable set search_path = pg_catalog, pg_temp as $$
      where i.indexrelid = megamcp.row_key(relation)
 $$;
 
--- Puts rows into a table or takes them out of it, by their images or by the hashes of these. Runs with the rights of the
--- database's hand, since indexes, checks and domains of the table may call functions of the user's.
-create function megamcp.put(relation oid, images text[]) returns void
-language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
-declare
-    columns text := (select string_agg(quote_ident(a.attname), ', ' order by a.attnum) from pg_attribute a
-                      where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = '');
-begin
-    execute format('insert into %s %s overriding system value select %s from megamcp.rows_of($1, null::%1$s) d',
-                   relation::regclass, '(' || columns || ')', columns) using images;
-end $$;
-
 -- `only` what is in the table itself, unless it is partitioned.
 create function megamcp.one(relation oid) returns text
 language sql stable set search_path = pg_catalog, pg_temp as $$
     select case when c.relkind = 'r' then 'only ' else '' end || c.oid::regclass from pg_class c where c.oid = relation
 $$;
 
-create function megamcp.take_by_key(relation oid, images text[]) returns void
+-- Puts a portion of rows into a table or takes it out of it. Runs with the rights of the database's hand, since indexes,
+-- checks and domains of the table may call functions of the user's.
+create function megamcp.carry_out(n bigint) returns void
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+declare
+    m record := megamcp.move(n);
+begin
+    if not m.goes then
+        perform megamcp.put(n, m.relation);
+    elsif m.hashes is null then
+        perform megamcp.take_by_key(n, m.relation);
+    else
+        perform megamcp.take_by_hash(m.relation, m.hashes);
+    end if;
+end $$;
+
+create function megamcp.put(n bigint, relation oid) returns void
+language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+declare
+    columns text := (select string_agg(quote_ident(a.attname), ', ' order by a.attnum) from pg_attribute a
+                      where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = '');
+begin
+    execute format('insert into %s %s overriding system value select %s from megamcp.rows_of($1, null::%1$s) d',
+                   relation::regclass, '(' || columns || ')', columns) using n;
+end $$;
+
+create function megamcp.take_by_key(n bigint, relation oid) returns void
 language plpgsql volatile set search_path = pg_catalog, pg_temp
 set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off as $$
 begin
     execute format('delete from %s t using megamcp.rows_of($1, null::%s) d where %s', megamcp.one(relation),
-                   relation::regclass, megamcp.same_key(relation, 't', 'd')) using images;
+                   relation::regclass, megamcp.same_key(relation, 't', 'd')) using n;
 end $$;
 
 -- Reads the whole table, so it is given many at once.

@@ -112,6 +112,8 @@ end $do$;
 revoke all on pg_catalog.pg_db_role_setting from public;
 
 -- What runs as a hand may be code of the user's. These only read, or do what the login may do itself.
-grant execute on function megamcp.put(oid, text[]), megamcp.take_by_key(oid, text[]), megamcp.take_by_hash(oid, bytea[]),
-    megamcp.rows_of(text[], anyelement), megamcp.one(oid), megamcp.row_key(oid), megamcp.key_columns(oid),
-    megamcp.same_key(oid, text, text), megamcp.image(oid, text), megamcp.is_back(bigint) to mm_hands;
+grant execute on function megamcp.carry_out(bigint), megamcp.put(bigint, oid), megamcp.take_by_key(bigint, oid),
+    megamcp.take_by_hash(oid, bytea[]), megamcp.portions(oid, boolean), megamcp.move(bigint), megamcp.moved_images(bigint),
+    megamcp.rows_of(bigint, anyelement), megamcp.told(anyelement), megamcp.longest_told(), megamcp.one(oid),
+    megamcp.row_key(oid), megamcp.key_columns(oid), megamcp.same_key(oid, text, text), megamcp.image(oid, text),
+    megamcp.is_back(bigint) to mm_hands;
