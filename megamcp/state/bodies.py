@@ -112,23 +112,26 @@ async def rewritten(definition: str, rewrite: Callable[[str], Awaitable[tuple[st
         return None
     options = {option.def_elem.defname: option.def_elem.arg for option in function.options}
     if options["language"].string.sval == "sql":
-        queries = [query.removesuffix(";") for query in postgast.split(body)]
+        queries = {("", query.removesuffix(";").strip()) for query in postgast.split(body)}
     else:
-        queries = [query for _, query, mode in _parts(function) if mode == _STATEMENT and query]
+        queries = {part for _, query, mode in _parts(function) for part in _queries(query, mode)}
     changed = body
-    for query in sorted({query.strip() for query in queries}, key=len, reverse=True):
+    for lead, query in sorted(queries, key=lambda part: len(part[1]), reverse=True):
         if not _REWRITTEN.search(query):
             continue
-        other, runs = await rewrite(query)
+        other, runs = await rewrite(lead + query)
+        other = other.removeprefix(lead)
         if not runs:
             raise NotRewritten(query)
         if other == query:
             continue
-        if query not in changed:  # PL/pgSQL cuts INTO out of its queries
-            if "conflict" not in query.lower():
-                continue
+        if query in changed:
+            changed = changed.replace(query, other)
+        elif places := _with_into(query, changed):
+            for place, into in places:
+                changed = changed.replace(place, f"{other} {into}")
+        else:
             raise NotRewritten(query)
-        changed = changed.replace(query, other)
     if changed == body:
         return None
     replace(function, changed)
@@ -136,8 +139,31 @@ async def rewritten(definition: str, rewrite: Callable[[str], Awaitable[tuple[st
     return made
 
 
+def _queries(text: str, mode: int) -> Iterator[tuple[str, str]]:
+    """(what makes a statement of it, a statement or expression)."""
+    if mode == _STATEMENT:
+        yield "", text.strip()
+    else:
+        for expression in (text,) if mode == _EXPRESSION else _sides(text):
+            yield "SELECT ", expression.strip()
+
+
+def _with_into(query: str, body: str) -> set[tuple[str, str]]:
+    """(statement, its INTO) of a query that PL/pgSQL took INTO out of: its bytes are spaces there."""
+    raw, whole = query.encode(), body.encode()
+    found: set[tuple[str, str]] = set()
+    for gap in re.finditer(rb"\s{6,}", raw):
+        before, after = raw[: gap.start()], raw[gap.end() :]
+        for match in re.finditer(re.escape(before), whole):
+            into = whole[match.end() : match.end() + len(gap[0])]
+            end = match.start() + len(raw)
+            if re.match(rb"\s*into\b", into, re.I) and whole[end - len(after) : end] == after:
+                found.add((whole[match.start() : end].decode(), into.decode().strip()))
+    return found
+
+
 class NotRewritten(Exception):
-    """A query of a function that ON CONFLICT can't be rewritten in."""
+    """A query of a function that ON CONFLICT or GROUP BY a key can't be rewritten in."""
 
 
 def clock_calls(function: pb.CreateFunctionStmt) -> bool:

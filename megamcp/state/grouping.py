@@ -1,12 +1,13 @@
 """GROUP BY a primary key: a view has none, so the columns that hang on it are added to the clause.
 
 In a group of one row's key all columns of that row are the same, so the groups stay as they are. Only columns that the
-query mentions are added, since each makes the grouping dearer. Left alone: GROUPING SETS and their like, and tables
-inside a join that has a name of its own; PostgreSQL says 42803 there.
+query mentions are added, since each makes the grouping dearer. With GROUPING SETS, ROLLUP and CUBE a key counts where
+all of it is in every set; what is added beside them is in every set, too. Left alone: tables inside a join that has a
+name of its own; PostgreSQL says 42803 there.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from megamcp.state.statements import refuse
 
 CLAUSE = re.compile(r"\bgroup\s+by\b", re.I)
 
+_NO_FUNCTION = "42883"  # nor operator, as for types without equality
 _TABLES = """
 select c.relname::text as name,
   array(select a.attname::text from pg_catalog.pg_attribute a where a.attrelid = c.oid and a.attnum > 0
@@ -62,9 +64,9 @@ class Grouping:
             self._known[path] = {row["name"]: Keyed(tuple(row["columns"]), frozenset(row["key"])) for row in rows}
         other = pb.ParseResult()
         other.CopyFrom(tree)
-        if not extend(other, self._known[path]) or await _fails(sql, fetch) is None:
+        if not extend(other, self._known[path]) or (before := await _fails(sql, fetch)) is None:
             return False
-        if await _fails(postgast.deparse(other), fetch) == "42883":
+        if before != _NO_FUNCTION and await _fails(postgast.deparse(other), fetch) == _NO_FUNCTION:
             refuse(refusals.GROUPED_BY_KEY)
         tree.CopyFrom(other)
         return True
@@ -101,19 +103,20 @@ def extend(tree: pb.ParseResult, tables: Mapping[str, Keyed]) -> bool:
     known = {name: table for name, table in tables.items() if name not in own}
     found = False
     for select in postgast.find_nodes(tree, pb.SelectStmt):
-        if select.group_clause and not any(item.HasField("grouping_set") for item in select.group_clause):
+        if select.group_clause:
             found = _extended(select, known) or found
     return found
 
 
 def _extended(select: pb.SelectStmt, tables: Mapping[str, Keyed]) -> bool:
     ranges = [found for item in select.from_clause for found in _ranges(item, tables)]
-    grouped = [found for item in select.group_clause if (found := _grouped(item, select, ranges)) is not None]
+    grouped = _grouped_by(select.group_clause, select, ranges)
+    always = _always(select.group_clause, select, ranges)
     names, rows = _mentioned(select)
     added = False
     for one in ranges:
         by = {name for alias, name in grouped if alias == one.alias}
-        if not one.key or not one.key <= by:
+        if not one.key or not one.key <= {name for alias, name in always if alias == one.alias}:
             continue
         whole = not rows.isdisjoint(("", one.alias))
         if one.alias in rows and not any(one.alias in other.columns for other in ranges):
@@ -139,6 +142,34 @@ def _ranges(item: pb.Node, tables: Mapping[str, Keyed]) -> Iterator[_Range]:
         names = (*given, *table.columns[len(given) :])
         called = dict(zip(table.columns, names, strict=False))
         yield _Range(alias.aliasname or item.range_var.relname, names, frozenset(called[name] for name in table.key))
+
+
+def _grouped_by(items: Iterable[pb.Node], select: pb.SelectStmt, ranges: Sequence[_Range]) -> set[tuple[str, str]]:
+    """(alias, column) of all that is grouped by in any set."""
+    found: set[tuple[str, str]] = set()
+    for item in items:
+        if item.HasField("grouping_set"):
+            found |= _grouped_by(item.grouping_set.content, select, ranges)
+        elif _is_list(item):
+            found |= _grouped_by(item.row_expr.args, select, ranges)
+        elif (column := _grouped(item, select, ranges)) is not None:
+            found.add(column)
+    return found
+
+
+def _always(items: Iterable[pb.Node], select: pb.SelectStmt, ranges: Sequence[_Range]) -> set[tuple[str, str]]:
+    """The same of what is in every set. Sets beside each other are multiplied; ROLLUP and CUBE have an empty one."""
+    found: set[tuple[str, str]] = set()
+    for item in items:
+        if not item.HasField("grouping_set"):
+            found |= _grouped_by([item], select, ranges)
+        elif item.grouping_set.kind == pb.GROUPING_SET_SETS:
+            found |= set.intersection(*(_always([one], select, ranges) for one in item.grouping_set.content))
+    return found
+
+
+def _is_list(item: pb.Node) -> bool:
+    return bool(item.HasField("row_expr") and item.row_expr.row_format == pb.COERCE_IMPLICIT_CAST)
 
 
 def _grouped(item: pb.Node, select: pb.SelectStmt, ranges: Sequence[_Range]) -> tuple[str, str] | None:

@@ -45,7 +45,7 @@ from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, ROW, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 20
+COMPILER_VERSION = 21
 MODULUS = 1 << 128
 
 
@@ -337,7 +337,7 @@ def _path(v: str, function: catalog.Remake) -> str:
 
 
 async def _rewrite_functions(conn: Any, v: str, found: catalog.Catalog) -> None:
-    """INSERT … ON CONFLICT in functions, for which the views and shapes must be there."""
+    """INSERT … ON CONFLICT and GROUP BY a key in functions, for which the views and shapes must be there."""
     rewriter = rewrites.Rewriter()
     await conn.execute("select set_config('search_path', $1, true)", f"{ident(v)}, pg_catalog")
 
@@ -355,8 +355,10 @@ async def _rewrite_functions(conn: Any, v: str, found: catalog.Catalog) -> None:
         try:
             definition = await bodies.rewritten(remake.definition, rewrite)
         except (bodies.NotRewritten, UnsupportedStatement) as error:
-            hint = "Write it in the tool server, or RETURNING … INTO at the end of the statement."
-            problems.append(refuse.Problem("ON CONFLICT in a function", remake.name, str(error), hint))
+            hint = "Write it in the tool server."
+            problems.append(
+                refuse.Problem("ON CONFLICT or GROUP BY a primary key in a function", remake.name, str(error), hint)
+            )
             continue
         if definition is not None:
             await rights.as_view(conn, v, definition)

@@ -50,7 +50,7 @@ _END_SESSIONS = """select pg_terminate_backend(a.pid, 2000) from pg_stat_get_act
   where d.datname = current_database() and not u.rolsuper and u.rolname <> current_database() || '_hand'
     and (exists (select from pg_class where relpersistence = 't')
          or exists (select from pg_sequence where seqcache > 1))"""
-# Portions of rows never come by here: the hand reads them from the log, or from pieces where they are another database's.
+# Rows never come by here whole: the hand reads them from the log, or from pieces where they are another database's.
 _PLAN = """insert into megamcp.moves (n, relation, goes, places, hashes)
     select row_number() over (), p.relation, p.goes, p.places, p.hashes from {}"""
 _PLAN_BACK = _PLAN.format("megamcp.plan(megamcp.way_back($1), true, megamcp.keyless()) p")
@@ -309,7 +309,7 @@ class Inside:
     async def shown(
         self, relation: int, key: Sequence[str] | None, label: str, wanted: Mapping[bytes, int]
     ) -> list[dict[str, Any]]:
-        """Rows of a table as JSON objects, by the hashes of their keys (`megamcp.hashed`) and how many copies of each."""
+        """Rows of a table as JSON objects, by their keys' hashes (`megamcp.hashed`) and how many copies of each."""
         async with self._planning():
             await self.connection.execute(_PLAN_SHOWN, relation, key, label, list(wanted), list(wanted.values()))
             found = await self._planned_rows(sum(wanted.values()), math.inf)

@@ -23,6 +23,20 @@ begin
   end loop;
   return told;
 end $$;
+create function first(low int, inout größe text default '', out one int) language plpgsql as $$
+declare other text;
+begin
+  select p.name, p.a into strict größe, one from p where a >= low group by a, b order by name limit 1;
+  other := (select max(n) from (select p.name as n from p where a = one group by a, b) x);
+  if exists (select p.name from p group by p.a, p.b having p.name = other) then
+    größe := größe || other;
+  end if;
+  insert into d values (one, größe) on conflict (id) do update set word = d.word || excluded.word
+    returning d.word into strict größe;
+  with w as (select 1) insert into p select 7, 7, p.name from p
+    group by a, b order by name limit 1 on conflict do nothing returning p.a into one;
+  return;
+end $$;
 """
 TABLES = ["p", "c", "d"]
 SEEDS = ["insert into p values (1, 1, 'x'), (1, 2, 'y')", "insert into c values (1, 1, 1, 'q'), (2, 1, 1, 'r')"]
@@ -57,6 +71,21 @@ def test_columns_that_hang_on_a_grouped_key_are_there(compare: Compare) -> None:
             "select word from c group by late",
             "select word from d group by id",
             "select p.name, c.word from p join c using (a, b) group by p.a, p.b",
+            "select name from p group by (a, b) order by name",
+            "select p.a, b, name, word, count(*), grouping(word), grouping(p.a) from p left join c using (a, b)"
+            " group by p.a, p.b, rollup (word) order by 1, 2, 4",
+            "select a, name, late, count(*) from p left join c using (a, b)"
+            " group by p.a, grouping sets ((p.b), (p.b, late), grouping sets ((p.b, word), (p.b))) order by 1, 2, 3",
+            "select name, nothing(name) from p group by a, b",
+            "select id, word, c, a, count(*) from c group by id, cube (word) order by id, word",
+            "select p.a, name from p group by p.a, p.b, grouping sets ((), (name), rollup (b + 1)) order by 1, 2",
+            "select name from p group by distinct a, b, rollup (a), rollup (b) order by name",
+            "select name from p group by rollup (a, b)",
+            "select name from p group by a, rollup (b)",
+            "select name from p group by grouping sets ((a, b), (a))",
+            "select name from p group by grouping sets ((a, b), ())",
+            "select * from first(0)",
+            "select * from first(1)",
         ],
     )
 
