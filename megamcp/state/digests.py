@@ -28,14 +28,14 @@ def below(state: str, table: str, names: tuple[str, ...], key: tuple[str, ...], 
     `get` is the select list over alias `_mm_x`. The base's row counts when no layer holds the key.
     """
     b, d = base(state, table), delta(state, table)
-    listed = idents(names)
+    listed = idents(names, "_mm_p")  # a function's variables may have the same names
     return f"""(select {get} from (
       select * from (
-        (select {listed}, {DELETED} from {d} _mm_p
+        (select {listed}, _mm_p.{DELETED} from {d} _mm_p
          where _mm_p.{LAYER} = any ({layers}) and {match("_mm_p", row, key)}
          order by _mm_p.{LAYER} desc limit 1)
         union all
-        select {listed}, {DELETED} from {b} _mm_p where {match("_mm_p", row, key)}
+        select {listed}, _mm_p.{DELETED} from {b} _mm_p where {match("_mm_p", row, key)}
       ) _mm_u limit 1) _mm_x where not _mm_x.{DELETED})"""
 
 
@@ -67,6 +67,7 @@ begin
 end $body$;
 create function {s}."~freeze"(below bigint[], head bigint, out rows bigint, out digest numeric)
 language plpgsql volatile {_SETTINGS} as $body$
+#variable_conflict use_variable
 declare
   _count bigint;
   _part numeric;

@@ -64,15 +64,16 @@ class Grouping:
             self._known[path] = {row["name"]: Keyed(tuple(row["columns"]), frozenset(row["key"])) for row in rows}
         other = pb.ParseResult()
         other.CopyFrom(tree)
-        if not extend(other, self._known[path]) or (before := await _fails(sql, fetch)) is None:
+        if not extend(other, self._known[path]) or (before := await fails(sql, fetch)) is None:
             return False
-        if before != _NO_FUNCTION and await _fails(postgast.deparse(other), fetch) == _NO_FUNCTION:
+        if before != _NO_FUNCTION and await fails(postgast.deparse(other), fetch) == _NO_FUNCTION:
             refuse(refusals.GROUPED_BY_KEY)
         tree.CopyFrom(other)
         return True
 
 
-async def _fails(sql: str, fetch: Callable[..., Awaitable[Any]]) -> str | None:
+async def fails(sql: str, fetch: Callable[..., Awaitable[Any]]) -> str | None:
+    """The SQLSTATE of EXPLAIN of a statement whose parameters are unknown; None: it can be run."""
     try:
         await fetch(f"explain {without_parameters(sql)}")
     except Exception as error:

@@ -66,6 +66,9 @@ GROUPED_BY_KEY = Refusal(
     "a view has no primary key",
     "Add that column to the query outside of the groups, or cast it to text.",
 )
+OUR_NAMES = Refusal(
+    f"{_CONFLICT} beside a name that begins with _mm_", "the rewritten statement has such names", "Take another name."
+)
 SET_OF_SUBSELECT = Refusal(
     f"{_CONFLICT} DO UPDATE SET (…) = (SELECT …)", "its columns can't be taken apart", "Assign them one by one."
 )

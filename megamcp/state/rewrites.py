@@ -36,6 +36,7 @@ _CANDIDATE = re.compile(
     rf"|{locks.CLAUSE.pattern}|{grouping.CLAUSE.pattern}",
     re.I,
 )
+_MAY_NOT = "42501"  # looked at after a statement was understood
 _KEPT, _KEPT_LENGTH = 1_000, 16_000  # texts, so that they stay below some 64 MiB
 
 _COMPANION = "select 'w_' || substr(current_schema(), 3)"
@@ -252,6 +253,8 @@ class Rewriter:
             return None
         if not table.accepted or table.triggers:
             refuse(refusals.TOO_WIDE if not table.triggers else refusals.STATEMENT_TRIGGERS)
+        if _names_ours(insert):
+            refuse(refusals.OUR_NAMES)
         clause, stage = insert.on_conflict_clause, f"_mm_{number}"
         alias = insert.relation.alias.aliasname or insert.relation.relname
         keys = await _arbiters(clause, table, alias, fetch)
@@ -268,6 +271,11 @@ class Rewriter:
         if len(keys) != 1:
             refuse(refusals.SEVERAL_KEYS)
         sets = _assignments(clause, table)
+        if alias == "excluded":  # two of that name: only what mentions neither of them has a meaning
+            whole = _over_shape(clause, table, alias)
+            if await grouping.fails(whole, fetch) not in (None, _MAY_NOT):
+                raise Unmet(f"explain {fixed.without_parameters(whole)}")
+            alias = "_mm_t"
         hit, same = _same_key(keys[0], alias)
         wanted = f"({_expression(clause.where_clause)})" if clause.HasField("where_clause") else "true"
         assigned = ", ".join(f"_mm_set_{table.columns.index(name)}" for name, _ in sets)
@@ -300,14 +308,8 @@ async def _arbiters(clause: pb.OnConflictClause, table: _Table, alias: str, fetc
         return table.keys
     if any(True for _ in postgast.find_nodes(clause.infer, pb.ParamRef)):
         refuse(refusals.PARAMETER_IN_TARGET)
-    probe = pb.ParseResult()
-    made = probe.stmts.add().stmt.insert_stmt
-    made.relation.CopyFrom(pb.RangeVar(schemaname=table.schema, relname=table.name, inh=True, relpersistence="p"))
-    made.relation.alias.aliasname = alias
-    made.override = pb.OVERRIDING_NOT_SET
-    made.on_conflict_clause.action = pb.ONCONFLICT_NOTHING
-    made.on_conflict_clause.infer.CopyFrom(clause.infer)
-    explain = f"explain (format json) {postgast.deparse(probe)}"
+    only = pb.OnConflictClause(action=pb.ONCONFLICT_NOTHING, infer=clause.infer)
+    explain = f"explain (format json) {_over_shape(only, table, alias)}"
     try:
         (row,) = await fetch(explain)
     except Exception as error:
@@ -317,6 +319,24 @@ async def _arbiters(clause: pb.OnConflictClause, table: _Table, alias: str, fetc
     plan = json.loads(row[0]) if isinstance(row[0], str) else row[0]  # as the connection decodes JSON
     arbiters = plan[0]["Plan"]["Conflict Arbiter Indexes"]
     return tuple(key for key in table.keys if key.name in arbiters)
+
+
+def _over_shape(clause: pb.OnConflictClause, table: _Table, alias: str) -> str:
+    """An INSERT into the shape, by which PostgreSQL tells what it makes of the clause."""
+    probe = pb.ParseResult()
+    made = probe.stmts.add().stmt.insert_stmt
+    made.relation.CopyFrom(pb.RangeVar(schemaname=table.schema, relname=table.name, inh=True, relpersistence="p"))
+    made.relation.alias.aliasname = alias
+    made.override = pb.OVERRIDING_NOT_SET
+    made.on_conflict_clause.CopyFrom(clause)
+    text: str = postgast.deparse(probe)
+    return text
+
+
+def _names_ours(insert: pb.InsertStmt) -> bool:
+    names = [one.aliasname for one in postgast.find_nodes(insert, pb.Alias)]
+    names += [one.ctename for one in postgast.find_nodes(insert, pb.CommonTableExpr)]
+    return any(name.startswith("_mm_") for name in names)
 
 
 def _proposed(insert: pb.InsertStmt, table: _Table) -> str:

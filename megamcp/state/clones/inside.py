@@ -33,6 +33,7 @@ _FREEZE = """select m."position", m.written, m.sum, m.call, m.bytes,
 log = logging.getLogger(__name__)
 
 _TRIMMED_AT_ONCE = 500
+_PIECE = 1 << 20
 _SHOWN_BYTES = 1 << 25  # of a table, in a diff
 HandSession = Callable[[], AbstractAsyncContextManager[asyncpg.Connection]]
 
@@ -60,11 +61,11 @@ _BETWEEN = (
 _PLAN_BETWEEN = _PLAN.format(_BETWEEN)
 _PORTIONS = f"select p.relation, p.goes, p.places, p.hashes from {_BETWEEN}"
 _PIECES = """select p.piece, case when p.piece = 0 then x.lengths end as lengths,
-    substr(x.bytes, (p.piece * megamcp.entry_bytes() + 1)::int, megamcp.entry_bytes()::int) as bytes
+    substr(x.bytes, p.piece * $2 + 1, $2) as bytes
   from (select array_agg(octet_length(i.bytes) order by i.n) as lengths, string_agg(i.bytes, '' order by i.n) as bytes
           from (select convert_to(i.image, 'UTF8') as bytes, i.n
                   from unnest(megamcp.images($1)) with ordinality i (image, n) offset 0) i) x,
-       generate_series(0, (octet_length(x.bytes) - 1) / megamcp.entry_bytes()) p (piece)"""
+       generate_series(0, (octet_length(x.bytes) - 1) / $2) p (piece)"""
 _PUT_PIECE = """insert into megamcp.moves (n, relation, goes, piece, lengths, bytes) values ($1, $2, $3, $4, $5, $6)"""
 _PUT_HASHES = "insert into megamcp.moves (n, relation, goes, hashes) values ($1, $2, true, $3)"
 _PLAN_SHOWN = """insert into megamcp.moves (n, relation, goes, lengths, bytes)
@@ -291,7 +292,7 @@ class Inside:
                 if row["hashes"] is not None:
                     await self.connection.execute(_PUT_HASHES, *which, row["hashes"])
                 else:
-                    async for piece in source.connection.cursor(_PIECES, row["places"], prefetch=1):
+                    async for piece in source.connection.cursor(_PIECES, row["places"], _PIECE, prefetch=1):
                         await self.connection.execute(_PUT_PIECE, *which, row["goes"], *piece.values())
                 yield n
                 await self.connection.execute("delete from megamcp.moves")
