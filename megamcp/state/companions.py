@@ -4,7 +4,7 @@ A view with INSTEAD OF triggers knows neither. So each table has, beside its vie
 
 - a *shape*: an empty table of the same name with the same keys, which no row can enter. EXPLAIN of an INSERT into it
   makes PostgreSQL itself say which keys an ON CONFLICT clause means, or that it means none; and whether a column that
-  takes no value is given one (`fixed`);
+  takes no value is given one (`fixed`); a sequence's is a sequence;
 - `t~proposed`, a view that takes the proposed rows: defaults, casts and row checks as for INSERT, nothing is written;
 - `t~conflict`, a view that takes a proposed row together with the row that it met and what DO UPDATE makes of it, and
   inserts, updates or leaves out. Its statement triggers are those of the table's view;
@@ -64,6 +64,10 @@ async def shapes(conn: Any, visible: str, catalog: Catalog) -> str:
                 )
             else:
                 parts.append(_moved(row["index"], schema_name(visible)))
+    # Those of identity columns are there.
+    parts += [f"create sequence if not exists {w}.{ident(sequence.name)};\n" for sequence in catalog.sequences]
+    change = """begin raise exception 'cannot change sequence "%"', name using errcode = '42809'; end"""
+    parts.append(f'create procedure {w}."~sequence"(name text) language plpgsql as {body_quote(change)};\n')
     return "".join(parts)
 
 

@@ -1,8 +1,9 @@
-"""Values for columns that take none (GENERATED ALWAYS), refused as PostgreSQL does it: before a row is looked at.
+"""Values for columns that take none (GENERATED ALWAYS), and writes to sequences, refused as PostgreSQL does it: before
+a row is looked at.
 
 A view has no such columns, so its triggers see the value only when a row arrives. But the shape of its table has them
 (`companions`), and EXPLAIN of the same statement over the shape makes PostgreSQL say 428C9 in its own words. Only
-statements that may give such a value are asked about.
+statements that may give such a value are asked about. A sequence is a view, too, and its shape is a sequence.
 
 Not here: what comes through an environment's own view, or runs in its functions. There the triggers remain.
 """
@@ -15,12 +16,17 @@ import postgast
 from postgast import pg_query_pb2 as pb
 
 from megamcp.state.catalog import Column
+from megamcp.state.names import literal
 
-WRITES = re.compile(r"\binsert\b|\bupdate\b|\bmerge\b", re.I)
+WRITES = re.compile(r"\binsert\b|\bupdate\b|\bmerge\b|\bdelete\b", re.I)
 """What a statement that may give such a value holds."""
-# Tables with such columns, by their shapes; `places` count from 1.
+# Tables with such columns, and sequences (without), by their shapes; `places` count from 1.
 _TABLES = """
-select c.relnamespace::regnamespace::text as schema, c.relname::text as name,
+select c.relnamespace::regnamespace::text as schema, c.relname::text as name, null as columns, null as places
+from pg_catalog.pg_class c
+where c.relnamespace = to_regnamespace(format('%I', 'w_' || substr(current_schema(), 3))) and c.relkind = 'S'
+union all
+select c.relnamespace::regnamespace::text, c.relname::text,
   array_agg(a.attname::text order by a.attnum) as columns, array_agg(a.attnum::int order by a.attnum) as places
 from pg_catalog.pg_class c join pg_catalog.pg_attribute a on a.attrelid = c.oid
 where c.relnamespace = to_regnamespace(format('%I', 'w_' || substr(current_schema(), 3))) and c.relkind = 'r'
@@ -46,24 +52,29 @@ class Ahead:
             return None
         if path not in self._known:
             rows = await fetch(_TABLES)
-            found = {row["name"]: dict(zip(row["columns"], row["places"], strict=True)) for row in rows}
+            found = {row["name"]: dict(zip(row["columns"] or (), row["places"] or (), strict=True)) for row in rows}
             self._known[path] = rows[0]["schema"] if rows else "", found
         schema, tables = self._known[path]
-        explain = _probe(sql, tables, schema)
-        if explain is None:
+        probe = _probe(sql, tables, schema)
+        if probe is None:
             return None
+        explain, sequence = probe
+        change = f'call {schema}."~sequence"({literal(sequence)})' if sequence else None
         try:
             await fetch(explain)
         except Exception as error:
             state = getattr(error, "sqlstate", None)
             if state is None:
                 raise
+            if sequence:  # a right to write its shape can't be given
+                return change if state == "42501" else explain
             return explain if state == "428C9" else None
-        return None
+        return change
 
 
-def _probe(sql: str, tables: Mapping[str, Columns], schema: str) -> str | None:
-    """The EXPLAIN that fails if `sql` gives such a column a value; None when it surely doesn't.
+def _probe(sql: str, tables: Mapping[str, Columns], schema: str) -> tuple[str, str] | None:
+    """The EXPLAIN that fails if `sql` gives such a column a value, and the sequence that it writes (or ""); None when
+    it surely does neither.
 
     Other errors of it mean nothing: its parameters are nulls.
     """
@@ -75,16 +86,18 @@ def _probe(sql: str, tables: Mapping[str, Columns], schema: str) -> str | None:
     except Exception:  # PostgreSQL will tell, or protobuf's bound of 100 levels is passed
         return None
     found = False
+    sequence = ""
     for kind, write in _writes(tree):
         fixed = tables.get(write.relation.relname)
-        if fixed and _may_give(kind, write, fixed):
+        if fixed is not None and (not fixed or _may_give(kind, write, fixed)):
             found = True
+            sequence = sequence if fixed else write.relation.relname
             if not write.relation.HasField("alias"):
                 write.relation.alias.aliasname = write.relation.relname
             write.relation.schemaname = schema
     if not found:
         return None
-    return f"explain {without_parameters(postgast.deparse(tree))}"
+    return f"explain {without_parameters(postgast.deparse(tree))}", sequence
 
 
 def without_parameters(sql: str) -> str:
@@ -113,12 +126,14 @@ def _writes(tree: pb.ParseResult) -> Iterator[tuple[str, Any]]:
             yield kind, statement
 
 
-_ROWS = ("insert_stmt", "update_stmt", "merge_stmt")
+_ROWS = ("insert_stmt", "update_stmt", "merge_stmt", "delete_stmt")
 
 
 def _may_give(kind: str, write: Any, fixed: Columns) -> bool:
     if kind == "update_stmt":
         return _named(write.target_list, fixed)
+    if kind == "delete_stmt":
+        return False
     if kind == "merge_stmt":
         return any(_action_gives(item.merge_when_clause, fixed) for item in write.merge_when_clauses)
     select = write.select_stmt.select_stmt

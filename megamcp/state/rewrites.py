@@ -43,9 +43,9 @@ _COMPANION = "select 'w_' || substr(current_schema(), 3)"
 _IS_VIEW = "select exists (select from pg_class where oid = to_regclass(format('%I', $1::text)) and relkind = 'v')"
 _TABLE = """
 select current_schema()::text as visible, array(
-  select a.attname::text from pg_catalog.pg_attribute a
-  where a.attrelid = to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $1::text)) and a.attnum > 0
-    and not a.attisdropped order by a.attnum) as columns, array(
+  select a.attname::text from pg_catalog.pg_attribute a join pg_catalog.pg_class c on c.oid = a.attrelid
+  where c.oid = to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $1::text)) and a.attnum > 0
+    and c.relkind = 'r' and not a.attisdropped order by a.attnum) as columns, array(
   select a.attname::text from pg_catalog.pg_attribute a
   where a.attrelid = to_regclass(format('%I.%I', 'w_' || substr(current_schema(), 3), $2::text)) and a.attnum > 0
     and not a.attisdropped order by a.attnum) as accepted,

@@ -187,7 +187,18 @@ def test_a_sequence_can_be_read_as_a_table(compare: Compare) -> None:
         "insert into t (a) values (5) returning id",
         "select nextval('down') from generate_series(1, 3)",
     ]
-    compare(SEQUENCES, ["t"], [], [one for step in steps for one in (step, *read)])
+    writes = [
+        "insert into plain values (1)",
+        "insert into plain (nope) values (1)",
+        "insert into t_id_seq default values on conflict do nothing",
+        "update plain set last_value = 3 where false",
+        "update plain p set nope = 3",
+        "delete from plain where false",
+        "merge into plain using t on true when matched then delete",
+        "with gone as (delete from plain returning *) select * from gone",
+        "truncate plain",
+    ]
+    compare(SEQUENCES, ["t"], [], [one for step in steps for one in (step, *read)] + writes)
 
 
 def test_the_sequence_of_a_column_is_found_by_its_name(compare: Compare) -> None:
