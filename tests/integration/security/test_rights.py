@@ -82,6 +82,7 @@ async def test_the_tool_login_executes_these_functions_and_no_other(attack: Atta
     beside = {
         f'w_{attack.state.hash}."~truncate"(text[],boolean,boolean)',
         f'w_{attack.state.hash}."~constraints"(text[],boolean)',
+        f'w_{attack.state.hash}."~sequence"(text)',
     }
     assert await _names(tool, EXECUTABLE) == VISIBLE | SHARED | CALLS | beside
 
