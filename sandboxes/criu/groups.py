@@ -55,6 +55,12 @@ class Groups:
             else:
                 (self._freezer / "freezer.state").write_text("THAWED")
 
+    def processes(self) -> list[int]:
+        """As this process numbers them."""
+        with contextlib.suppress(OSError):
+            return [int(pid) for pid in (self._freezer / "cgroup.procs").read_text().split()]
+        return []
+
     def killed_for_memory(self) -> bool:
         """Whether the kernel has ended a process of it for using too much."""
         return cgroups.killed_for_memory(self._memory, unified=self._unified)

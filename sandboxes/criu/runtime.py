@@ -28,7 +28,7 @@ from termios import FIONREAD
 
 from sandboxes import disks, files, layers
 from sandboxes.confine import kernel
-from sandboxes.criu import bundle, groups
+from sandboxes.criu import bundle, databases, groups
 from sandboxes.criu.images import BASE, Manifest, Shelf
 from sandboxes.criu.runc import Runc, ended
 from sandboxes.criu.templates import Templates
@@ -201,6 +201,12 @@ class Criu:
                 await asyncio.to_thread(found.groups.freeze)
                 if waiting := struct.unpack("i", ioctl(found.stdout, FIONREAD, b"\0" * 4))[0]:
                     raise SandboxError("busy", f"Sandbox {sandbox} has written {waiting} bytes meanwhile.")
+                if path := await asyncio.to_thread(databases.held, found.groups.processes()):
+                    raise SandboxError(
+                        "not_forkable",
+                        f"The SQLite database {path} is open, and who is restored could not write to it.",
+                        hint="Close it between calls, or use a write-ahead log: pragma journal_mode=wal.",
+                    )
                 await self._runc.checkpoint(
                     sandbox, memory, place / "bundle" / "freezing", bundle.uid_of(found.spec.template)
                 )

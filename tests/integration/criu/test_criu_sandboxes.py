@@ -66,7 +66,8 @@ async def test_an_image_of_an_image_has_the_layers_of_both(host: Host) -> None:
 async def test_threads_children_and_an_open_transaction_are_kept(host: Host) -> None:
     first = await host.start(spec(), "alive-1")
     await first("kept.update(db=__import__('sqlite3').connect('db', check_same_thread=False))")
-    await first("[kept['db'].execute(sql) for sql in ('create table t (x)', 'insert into t values (1)')]")
+    sql = ("pragma journal_mode=wal", "create table t (x)", "insert into t values (1)")
+    await first(f"[kept['db'].execute(sql).fetchall() for sql in {sql}]")
     await first("kept.update(go=__import__('threading').Event(), done=[])")
     wait = "(kept['go'].wait(), kept['done'].append(1))"
     await first(f"__import__('threading').Thread(target=lambda: {wait}, daemon=True).start()")
@@ -80,9 +81,23 @@ async def test_threads_children_and_an_open_transaction_are_kept(host: Host) -> 
     assert await second("kept['done']") == [1]
     assert await second("(kept['gone'].seek(0), kept['gone'].read())[1]") == "still here"
     await second("kept['db'].commit()")
-    assert await second("kept['db'].execute('select x from t').fetchall()") == [[1]]
+    await second("(kept['db'].execute('insert into t values (2)'), kept['db'].commit())")
+    rows = "__import__('sqlite3').connect('db').execute('select x from t').fetchall()"
+    assert await second(rows) == [[1], [2]]
     await first("kept['db'].rollback()")
-    assert await first("kept['db'].execute('select count(*) from t').fetchall()") == [[0]]
+    assert await first(rows) == []
+
+
+async def test_a_database_that_could_not_be_written_to_again_is_named(host: Host) -> None:
+    first = await host.start(spec(), "sqlite-1")
+    await first("kept.update(db=__import__('sqlite3').connect('notes.db'))")
+    await first("[kept['db'].execute(sql) for sql in ('create table t (x)', 'insert into t values (1)')]")
+    await first("kept['db'].commit()")
+    with pytest.raises(SandboxError, match=r"SQLite database /workspace/notes\.db is open") as refused:
+        await host.client.freeze("sqlite-1", "sqlite-image")
+    assert refused.value.code == "not_forkable"
+    await first("kept['db'].close()")
+    await host.client.freeze("sqlite-1", "sqlite-image")
 
 
 async def test_a_connection_inside_a_sandbox_is_kept(host: Host) -> None:
