@@ -41,6 +41,7 @@ from megamcp.dataplane.ports import (
     UrlTarget,
 )
 from megamcp.definitions import DSN, DocumentConfig
+from megamcp.demands import no_rollout
 from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
 from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NotFound, Unprocessable
 from megamcp.handles import Mode, Signer, fingerprint
@@ -150,11 +151,7 @@ class Control:
     async def rollout(self, rollout_id: str) -> RolloutView:
         row = await self._store.row(sql.ROLLOUT_EPOCH, rollout_id)
         if row is None:
-            raise NotFound(
-                f"There is no rollout {rollout_id[:80]}.",
-                code="rollout_not_found",
-                hint="Open one with POST /v1/rollouts and use its url.",
-            )
+            raise no_rollout(rollout_id)
         if row["status"] != "open":
             raise Gone(f"Rollout {rollout_id} is {row['status']}.", code=f"rollout_{row['status']}")
         return RolloutView(rollout_id, row["environment"], row["epoch"])

@@ -8,18 +8,36 @@ from megamcp.errors import Conflict, Gone, NotFound
 def found(row: asyncpg.Record | None, rollout: str) -> asyncpg.Record:
     """The rollout's row. Raises `NotFound`."""
     if row is None:
-        raise NotFound(
-            f"There is no rollout {rollout}.",
-            code="rollout_not_found",
-            hint="Open one with POST /v1/rollouts; ended ones are forgotten after a while.",
-        )
+        raise no_rollout(rollout)
     return row
+
+
+def no_rollout(identifier: str) -> NotFound:
+    """The error for an id that is no rollout's; says so where it is a checkpoint's."""
+    if identifier.startswith("cp_"):
+        return NotFound(
+            f"There is no rollout {identifier[:80]}: that is a checkpoint's id.",
+            code="rollout_not_found",
+            hint="Give the id of a rollout (ro_…). One that starts there: POST /v1/checkpoints/{id}/fork.",
+        )
+    return NotFound(f"There is no rollout {identifier[:80]}.", code="rollout_not_found")
+
+
+def no_checkpoint(identifier: str) -> NotFound:
+    """The error for an id that is no checkpoint's; says so where it is a rollout's."""
+    if identifier.startswith("ro_"):
+        return NotFound(
+            f"There is no checkpoint {identifier[:80]}: that is a rollout's id.",
+            code="checkpoint_not_found",
+            hint="Give the id of a checkpoint (cp_…): GET /v1/rollouts/{id}/checkpoints lists those of a rollout.",
+        )
+    return NotFound(f"There is no checkpoint {identifier[:80]}.", code="checkpoint_not_found")
 
 
 def alive(row: asyncpg.Record | None, checkpoint: str) -> asyncpg.Record:
     """The checkpoint's row. Raises `NotFound`, or `Gone` when its lease has ended."""
     if row is None:
-        raise NotFound(f"There is no checkpoint {checkpoint}.", code="checkpoint_not_found")
+        raise no_checkpoint(checkpoint)
     if not row["alive"]:
         raise Gone(
             f"Checkpoint {checkpoint} was released or its lease ended.",

@@ -17,10 +17,13 @@
     └── DeadlineExceeded       504  a call, lock or start took longer than its deadline
 
 Every error has a stable `code` (snake case), a message that says what was wrong and where, and a hint that
-says what to do. REST shows them as RFC 9457 problem documents, MCP as JSON-RPC errors with the same code.
+says what to do: the place's own, or the code's in `hints`.
+REST shows them as RFC 9457 problem documents, MCP as JSON-RPC errors with the same code.
 """
 
 from typing import Any, ClassVar
+
+from megamcp.hints import HINTS
 
 
 class MegaMCPError(Exception):
@@ -34,7 +37,7 @@ class MegaMCPError(Exception):
         super().__init__(message)
         self.message = message
         self.code = code or self.default_code
-        self.hint = hint
+        self.hint = hint or HINTS.get(self.code)
         self.extra = extra
 
     def problem(self, instance: str | None = None) -> dict[str, Any]:

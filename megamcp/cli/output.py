@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -89,7 +90,8 @@ class Output:
         def say(line: Text) -> None:
             self.errors.print(line, soft_wrap=True)
 
-        say(Text.assemble(("error: ", "bold red"), (one_line(error.message), "red"), (f"  [{error.code}]", "dim")))
+        code = ", SQLSTATE ".join(filter(None, (error.code, error.extra.get("sqlstate"))))
+        say(Text.assemble(("error: ", "bold red"), (one_line(error.message), "red"), (f"  [{code}]", "dim")))
         for problem in error.extra.get("problems") or ():
             parts = [
                 str(problem[key])
@@ -98,7 +100,27 @@ class Output:
             ]
             say(Text(f"  • {one_line(' — '.join(parts))}", style="red"))
         if error.hint:
-            say(Text.assemble(("hint: ", "bold"), error.hint))
+            say(Text.assemble(("hint: ", "bold"), as_commands(error.hint)))
+
+
+COMMANDS = {
+    "POST /v1/environments": "megamcp env load FOLDER",
+    "GET /v1/environments/{name}": "megamcp env show NAME",
+    "GET /v1/environments": "megamcp env list",
+    "POST /v1/rollouts/{id}/rollback": "megamcp rollout rollback ROLLOUT CHECKPOINT",
+    "POST /v1/rollouts": "megamcp rollout open ENVIRONMENT",
+    "DELETE /v1/rollouts/{id}": "megamcp rollout close ROLLOUT",
+    "GET /v1/rollouts/{id}/checkpoints": "megamcp rollout checkpoints ROLLOUT",
+    "POST /v1/checkpoints/{id}/fork": "megamcp rollout fork CHECKPOINT",
+    "DELETE /v1/checkpoints/{id}/pin/{owner}": "megamcp checkpoint unpin CHECKPOINT --owner OWNER",
+}
+"""What the hints of the gateway name, and what does it here."""
+REQUEST = re.compile(r"(?:GET|POST|DELETE) /v1/[\w{}/]+")
+
+
+def as_commands(hint: str) -> str:
+    """A hint of the gateway's, for somebody at a terminal."""
+    return REQUEST.sub(lambda found: f"`{COMMANDS[found[0]]}`" if found[0] in COMMANDS else found[0], hint)
 
 
 def one_line(text: str) -> str:

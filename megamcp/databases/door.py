@@ -11,8 +11,9 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from megamcp.databases import journal as sql
 from megamcp.databases.heads import Databases
+from megamcp.demands import no_rollout
 from megamcp.environments import Environments, LoadedServer
-from megamcp.errors import Conflict, Gone, NotFound, Unprocessable
+from megamcp.errors import Conflict, Gone, Unprocessable
 from megamcp.handles import Signer
 from megamcp.relay import Relay, Route
 from megamcp.settings import Settings
@@ -95,7 +96,7 @@ class Door:
     async def _find(self, rollout: str, server: str | None) -> tuple[LoadedServer, Any, int]:
         row = await self._store.row(sql.STANDING, rollout)
         if row is None:
-            raise NotFound(f"There is no rollout {rollout[:80]}.", code="rollout_not_found")
+            raise no_rollout(rollout)
         if row["status"] != "open":
             raise Gone(f"Rollout {rollout} is {row['status']}.", code=f"rollout_{row['status']}")
         environment = await self._environments.by_id(row["environment"])

@@ -161,7 +161,7 @@ async def test_rollouts_are_listed_by_group_and_status(client: Client) -> None:
         (lambda c: c.checkpoint("cp_none"), errors.NotFound, "checkpoint_not_found"),
         (lambda c: c.environment("none"), errors.NotFound, "environment_not_found"),
         (lambda c: c.open("none"), errors.NotFound, "environment_not_found"),
-        (lambda c: c.load_environment("/does/not/exist"), errors.Unprocessable, "invalid_environment"),
+        (lambda c: c.load_environment("/does/not/exist"), errors.Unprocessable, "environment_not_there"),
         (lambda c: c.open("retail", ttl_s=1e12), errors.BadRequest, "ttl_too_long"),
     ],
 )

@@ -1,18 +1,23 @@
 """The command line says clearly what is wrong, keeps stdout for answers, and starts quickly."""
 
+import ast
 import json
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import megamcp
 from megamcp.cli import app
-from megamcp.cli.output import DEFAULT_URL
+from megamcp.cli.output import COMMANDS as REQUESTS
+from megamcp.cli.output import DEFAULT_URL, REQUEST, Output, as_commands
 from megamcp.client import DEFAULT_URL as CLIENT_URL
+from megamcp.demands import no_checkpoint, no_rollout
+from megamcp.errors import Unprocessable
 
 COMMANDS = [
     *(["serve"], ["demo"], ["tool-server"], ["tree"], ["version"], ["doctor"]),
@@ -151,3 +156,34 @@ def test_help_imports_nothing_heavy() -> None:
     code = f"import sys, megamcp.cli; sys.exit(str([m for m in {heavy} if m in sys.modules] or ''))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""
+
+
+def test_a_hint_names_the_command_that_does_it_not_the_request() -> None:
+    told = as_commands("Fork it instead (POST /v1/checkpoints/{id}/fork): that gives a new rollout at this point.")
+    assert told == "Fork it instead (`megamcp rollout fork CHECKPOINT`): that gives a new rollout at this point."
+    assert as_commands("Read /v1/rollouts.") == "Read /v1/rollouts."
+
+
+def test_every_request_that_a_hint_names_has_a_command() -> None:
+    named = set()
+    for path in Path(megamcp.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        hints = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == "hint"]
+        for hint in [*hints, *(tree.body if path.name == "hints.py" else ())]:
+            texts = [node.value for node in ast.walk(hint) if isinstance(node, ast.Constant)]
+            named.update(found for text in texts if isinstance(text, str) for found in REQUEST.findall(text))
+    assert len(named) > 5
+    assert named - set(REQUESTS) == set()
+
+
+def test_an_error_of_postgresql_shows_its_sqlstate(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(False).fail(Unprocessable("The query failed: no", code="query_failed", sqlstate="42P01"))
+    assert "[query_failed, SQLSTATE 42P01]" in capsys.readouterr().err
+
+
+def test_ids_that_are_swapped_are_told() -> None:
+    assert "a checkpoint's id" in no_rollout("cp_1").message
+    assert "a rollout's id" in no_checkpoint("ro_1").message
+    assert no_rollout("ro_1").hint
+    assert no_checkpoint("nothing").hint

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megamcp import errors
+from megamcp.hints import HINTS
 from megamcp.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +94,7 @@ DIRECTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxes", ("sandboxes",), ("asyncpg", "sqlalchemy", "fastapi", "starlette", "mcp", "pydantic", "httpx")),
     ("sandboxes/confine", ("sandboxes.confine",), ("msgspec",)),
     ("sandboxes/forkserver/driver.py", ("sandboxes.confine", "sandboxes.forkserver"), ("msgspec",)),
-    ("megamcp/errors.py", (), ("pydantic", "asyncpg", "fastapi")),
+    ("megamcp/errors.py", ("megamcp.hints",), ("pydantic", "asyncpg", "fastapi")),
     ("megamcp/types.py", (), ("asyncpg", "fastapi", "sqlalchemy")),
     ("megamcp/settings.py", (), ("asyncpg", "fastapi", "sqlalchemy")),
 ]
@@ -270,6 +271,33 @@ def test_every_error_code_is_documented_and_no_other() -> None:
     assert len(found) > 100
     assert set(found) - set(listed) == set()
     assert set(listed) - set(found) == set()
+
+
+def without_hint() -> set[str]:
+    """Codes that some place gives without saying what to do, or for certain only by `HINTS`."""
+    found: set[str] = set()
+    for path in sources("megamcp"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                given = {keyword.arg: keyword.value for keyword in node.keywords}
+                hint = given.get("hint")
+                last = hint.values[-1] if isinstance(hint, ast.BoolOp) else hint
+                if "code" in given and not isinstance(last, ast.Constant | ast.JoinedStr | ast.BinOp):
+                    found.update(literals(given["code"]))
+            elif isinstance(node, ast.ClassDef):
+                found.update(code for code, _ in _default_code(node))
+    for path in (ROOT / "megamcp").rglob("*.sql"):
+        found.update(re.findall(r"refuse\('MM\d+',\s*'(\w+[a-z])'", path.read_text(encoding="utf-8")))
+    return found
+
+
+def test_every_error_says_what_to_do() -> None:
+    listed = documented_codes()
+    missing = {code for code in without_hint() if listed.get(code, "tool") != "tool"} - set(HINTS)
+    assert missing == set()
+    assert set(HINTS) <= set(listed)
+    assert errors.NotFound("…", code="checkpoint_not_found").problem()["hint"] == HINTS["checkpoint_not_found"]
+    assert errors.NotFound("…", code="checkpoint_not_found", hint="Here.").hint == "Here."
 
 
 def test_documented_statuses_are_those_of_the_classes() -> None:
