@@ -12,6 +12,7 @@ Errors are one class with a `code`, since they cross a socket:
     disk_full       no room for a layer or an image
     failed          a step that should have worked did not; the message has its last words
     keeper_lost     the keeper can't be reached
+    engine_lost     the keeper can't reach the Docker engine
 """
 
 import hashlib

@@ -243,7 +243,10 @@ class Boxes:
     async def _kind(self, server: LoadedServer, environment: LoadedEnvironment) -> Kind:
         assert server.process is not None
         unfit = self._unfit.get((environment.id, server.name), ())
-        return await self._host.kind(server.process.runtime, entry=server.config.entry is not None, unfit=unfit)
+        process = server.process
+        return await self._host.kind(
+            process.runtime, entry=server.config.entry is not None, image=process.image, unfit=unfit
+        )
 
     async def _state_lost(self, rollout: str, server: str, head: Mapping[str, Any]) -> Conflict:
         standing = await self._standing(rollout)

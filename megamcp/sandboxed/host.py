@@ -83,29 +83,41 @@ class Host:
                 return name
             await asyncio.sleep(_TRY_EACH_S)
 
-    async def kind(self, wanted: Runtime, *, entry: bool, unfit: Collection[Kind] = ()) -> Kind:
+    async def kind(
+        self, wanted: Runtime, *, entry: bool, image: str | None = None, unfit: Collection[Kind] = ()
+    ) -> Kind:
         """Which runtime a server gets; `unfit` are those that it was tried with. Raises `Unprocessable` (`no_runtime`)
         with the reasons."""
-        await self.keeper()
+        keeper, _ = await self.keeper()
         match wanted:
             case Runtime.AUTO if entry:
                 able = [Kind.FORK, Kind.CRIU]
+            case Runtime.AUTO if image is not None and not image.startswith("/"):
+                able = [Kind.DOCKER]
             case Runtime.AUTO:
-                able = [Kind.CRIU, Kind.DOCKER]
+                able = [Kind.CRIU]
             case _:
                 able = [Kind(wanted.value)]
-        for kind in able:
-            if kind not in unfit and (report := self._reports.get(kind)) is not None and report.works:
-                return kind
         able = [kind for kind in able if kind not in unfit]
+        if not any(self._works(kind) for kind in able):
+            with translated():  # an engine may have been started meanwhile
+                self._reports = {report.kind: report for report in await keeper.reports()}
+        for kind in able:
+            if self._works(kind):
+                return kind
         reasons = "; ".join(
             f"{kind}: {self._reports[kind].reason if kind in self._reports else 'not in this version'}" for kind in able
         )
+        hint = "`megamcp doctor` says what works here and what is missing."
+        if wanted is Runtime.AUTO and not entry and image is None:
+            hint += " With a Docker engine, name an `image` in the server's state."
         raise Unprocessable(
-            f"No runtime for this server's sandboxes works on this host: {reasons}.",
-            code="no_runtime",
-            hint="`megamcp doctor` says what works here and what is missing.",
+            f"No runtime for this server's sandboxes works on this host: {reasons}.", code="no_runtime", hint=hint
         )
+
+    def _works(self, kind: Kind) -> bool:
+        report = self._reports.get(kind)
+        return report is not None and report.works
 
     async def _exited(self, exited: Exited) -> None:
         if self.on_exit is not None:
@@ -155,7 +167,7 @@ def as_ours(error: SandboxError, server: str | None) -> MegaMCPError:
             )
         case "busy":
             return NoCapacity(message, code="sandbox_busy", hint=hint)
-        case "keeper_lost":
+        case "keeper_lost" | "engine_lost":
             return Unavailable(message, code="sandboxes_unavailable", hint=hint)
         case _:
             return UpstreamError(message, code="sandbox_failed", hint=hint)

@@ -5,6 +5,7 @@ sandbox is.
 """
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +49,9 @@ class Engine:
             ) from error
         from docker.errors import APIError, DockerException
         from requests.exceptions import RequestException
+        from urllib3.exceptions import HTTPError
 
+        _knock()
         try:
             if self._api is None:
                 self._api = docker.DockerClient.from_env(timeout=_LONGEST_S, max_pool_size=_AT_ONCE).api
@@ -57,14 +60,25 @@ class Engine:
             told = str(error.explanation or error)
             full = "no space left" in told.lower()
             raise SandboxError("disk_full" if full else code, f"Docker: {told[-1000:]}") from error
-        except (DockerException, RequestException) as error:
-            raise SandboxError("not_available", f"no Docker engine answers: {error}") from error
+        except (DockerException, RequestException, HTTPError, ConnectionError) as error:
+            raise SandboxError("engine_lost", f"no Docker engine answers: {error}") from error
 
     def close(self) -> None:
         """Waits for what is under way."""
         self._threads.shutdown()
         if self._api is not None:
             self._api.close()
+
+
+def _knock() -> None:
+    """Whether somebody listens on the engine's unix socket: the SDK says it at length, and leaves its own one open."""
+    where = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    if where.startswith("unix://"):
+        with socket.socket(socket.AF_UNIX) as knocking:
+            try:
+                knocking.connect(where.removeprefix("unix://"))
+            except OSError as error:
+                raise SandboxError("engine_lost", f"no Docker engine answers at {where}: {error.strerror}") from error
 
 
 def attached(api: Any, container: str) -> socket.socket:

@@ -5,6 +5,7 @@ Invariants:
   people have on the engine is never touched;
 - a container has no capability, gains no privilege, runs as a user that owns nothing but the working folder, under the
   engine's seccomp profile, and has no network unless the spec asks for it;
+- what can't be taken away since the engine is away is taken away later; which images there are is known without it;
 - **memory is not kept.** A sandbox that is started from an image is a new process that finds the files; so is one that
   others would come back to from disk, which is why it isn't parked.
 
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import hashlib
 import io
+import logging
 import os
 import tarfile
 import tempfile
@@ -32,9 +34,12 @@ from sandboxes.docker.pump import Pump
 from sandboxes.runtime import Died, Folders
 from sandboxes.types import Exited, Frozen, Kind, Pipes, Report, SandboxError, Spec
 
+log = logging.getLogger(__name__)
+
 USER = 65532
 DEEPEST = 100
 """Layers of an image; the engine's own limit is not far above. A deeper one is made into one layer."""
+_AGAIN_S = 1.0
 _KEEPER, _WHAT, _NAME = "megamcp.keeper", "megamcp.what", "megamcp.name"
 
 
@@ -67,7 +72,13 @@ class Containers:
         self._templates: dict[str, _Template] = {}
         self._containers: dict[str, _Container] = {}
         self._images: set[str] = set()
+        """Each has an empty file of its name in `_place`/images."""
         self._report: Report | None = None
+        self._unswept = asyncio.Lock()
+        self._swept = True
+        self._left: list[_Container] = []
+        """To be removed when the engine is back."""
+        self._clearing: asyncio.Task[None] | None = None
 
     @property
     def _place(self) -> Path:
@@ -87,13 +98,14 @@ class Containers:
     # -- trial ----------------------------------------------------------------------------------------------------
 
     async def report(self) -> Report:
-        if self._report is None:
-            try:
-                reason = await self._engine.ask(self._try_out)
-            except SandboxError as error:
-                reason = error.message + (f" ({error.hint})" if error.hint else "")
-            features = () if reason else ("files",)
-            self._report = Report(kind=Kind.DOCKER, works=not reason, reason=reason, features=features)
+        if self._report is not None and self._report.works:  # an engine may be started later
+            return self._report
+        try:
+            reason = await self._engine.ask(self._try_out)
+        except SandboxError as error:
+            reason = error.message + (f" ({error.hint})" if error.hint else "")
+        features = () if reason else ("files",)
+        self._report = Report(kind=Kind.DOCKER, works=not reason, reason=reason, features=features)
         return self._report
 
     def _try_out(self, api: Any) -> str:
@@ -138,11 +150,19 @@ class Containers:
         if spec.workdir == "/":
             raise SandboxError("invalid_spec", "The working folder of a sandbox in Docker can't be /.")
         self._place.mkdir(exist_ok=True, mode=0o700)
+        await self._sweep_once()
         self._templates[spec.template] = await self._engine.ask(lambda api: self._make_template(api, spec))
 
     def _make_template(self, api: Any, spec: Spec) -> _Template:
         assert spec.image is not None
         told = _here_or_pulled(api, spec.image)
+        for volume in told["Config"].get("Volumes") or ():
+            if PurePosixPath(spec.workdir).is_relative_to(volume):
+                raise SandboxError(
+                    "invalid_spec",
+                    f"Image {spec.image} declares {volume} a volume, and no image keeps what is in one.",
+                    hint=f"Give the server another workdir than {spec.workdir}.",
+                )
         name = f"t-{spec.template}"
         labels = self._labels("template", name)
         made = api.create_container(told["Id"], ["-"], working_dir=spec.workdir, labels=labels)
@@ -222,23 +242,27 @@ class Containers:
     async def _watch(self, name: str, container: _Container) -> None:
         await container.pump.ended.wait()
         state: dict[str, Any] = {}
-        with contextlib.suppress(SandboxError):
+        reason = "its container has gone"
+        try:
             state = await self._engine.ask(lambda api: _ended(api, container.id))
+        except SandboxError as error:
+            if error.code == "engine_lost":
+                reason = error.message
         status = state.get("ExitCode")
         if status is not None and 128 < status < 160:
             status = 128 - status
         if state.get("OOMKilled"):
             reason = f"it was killed for using more memory than {container.spec.limits.memory >> 20} MiB"
-        elif status is None:
-            reason = "its container has gone"
-        else:
+        elif state.get("Running"):
+            reason = "the Docker engine has closed the connection to it"
+        elif status is not None:
             reason = f"it was ended by signal {-status}" if status < 0 else f"it ended with status {status}"
         self._died(Exited(sandbox=name, status=status, reason=reason))
 
     async def freeze(self, sandbox: str, image: str) -> Frozen:
         found = self._containers[sandbox]
         try:
-            self._images.add(image)
+            self._note(image)
             size = await self._engine.ask(lambda api: self._freeze(api, found, image))
             async with self.tree(found.spec, image) as tree:
                 digest = await asyncio.to_thread(files.digest, tree)
@@ -280,7 +304,21 @@ class Containers:
         if found.watching is not None and found.watching is not asyncio.current_task():
             found.watching.cancel()
         await found.pump.close()
-        await self._engine.ask(lambda api: self._remove_container(api, found.id, found.image))
+        try:
+            await self._engine.ask(lambda api: self._remove_container(api, found.id, found.image))
+        except SandboxError as error:
+            log.warning("container %s is removed later: %s", found.id[:12], error.message)
+            self._left.append(found)
+            if self._clearing is None or self._clearing.done():
+                self._clearing = asyncio.create_task(self._clear(), name="remove containers that were left")
+
+    async def _clear(self) -> None:
+        while self._left:
+            await asyncio.sleep(_AGAIN_S)
+            with contextlib.suppress(SandboxError):
+                container = self._left[0]
+                await self._engine.ask(lambda api: self._remove_container(api, container.id, container.image))  # noqa: B023 - waited for
+                del self._left[0]
 
     def _remove_container(self, api: Any, container: str, image: str | None = None) -> None:
         is_absent(lambda: api.remove_container(container, force=True, v=True))
@@ -298,8 +336,18 @@ class Containers:
     async def drop(self, image: str) -> None:
         if image not in self._images:
             return
-        self._images.discard(image)
         await self._engine.ask(lambda api: is_absent(lambda: api.remove_image(self._tag(image), force=True)))
+        self._unnote(image)
+
+    def _note(self, image: str) -> None:
+        notes = self._place / "images"
+        notes.mkdir(exist_ok=True, mode=0o700)
+        (notes / image).touch()
+        self._images.add(image)
+
+    def _unnote(self, image: str) -> None:
+        (self._place / "images" / image).unlink(missing_ok=True)
+        self._images.discard(image)
 
     def pid(self, sandbox: str) -> int:
         return self._containers[sandbox].pid
@@ -340,18 +388,35 @@ class Containers:
     async def recover(self) -> None:
         if not self._place.exists():
             return
-        for view in self._place.iterdir():
+        for view in self._place.glob("view-*"):
             await layers.remove(view)
-        with contextlib.suppress(SandboxError):  # no engine now: the report says so
-            await self._engine.ask(self._recover)
+        notes = self._place / "images"
+        self._images = {note.name for note in notes.iterdir()} if notes.exists() else set()
+        self._swept = False
+        with contextlib.suppress(SandboxError):  # no engine now: then before anything is made
+            await self._sweep_once()
 
-    def _recover(self, api: Any) -> None:
+    async def _sweep_once(self) -> None:
+        """Takes away what the keeper before this one had running."""
+        async with self._unswept:
+            if not self._swept:
+                there = await self._engine.ask(self._recover)
+                for image in self._images - there:
+                    self._unnote(image)
+                for image in there - self._images:  # which it had just made
+                    self._note(image)
+                self._swept = True
+
+    def _recover(self, api: Any) -> set[str]:
+        """The images that are there."""
         self._sweep(api, "sandbox", "template", "trial", "view")
+        there = set()
         for told in api.images(filters={"label": [f"{_KEEPER}={self._keeper}", f"{_WHAT}=image"]}):
             if any(tag == self._tag(told["Labels"][_NAME]) for tag in told.get("RepoTags") or ()):
-                self._images.add(told["Labels"][_NAME])
+                there.add(told["Labels"][_NAME])
             else:
                 self._remove_nameless(api, told["Id"])
+        return there
 
     def _sweep(self, api: Any, *kinds: str) -> None:
         """Containers and images of these kinds that are this keeper's."""
@@ -367,9 +432,12 @@ class Containers:
     async def aclose(self) -> None:
         for name in list(self._containers):
             await self.remove(name)
+        if self._clearing is not None:
+            self._clearing.cancel()
+            await asyncio.wait({self._clearing})
         if self._place.exists():
             with contextlib.suppress(SandboxError):
-                await self._engine.ask(lambda api: self._sweep(api, "template", "trial", "view"))
+                await self._engine.ask(lambda api: self._sweep(api, "sandbox", "template", "trial", "view"))
         self._engine.close()
 
 

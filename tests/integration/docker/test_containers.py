@@ -12,7 +12,7 @@ from sandboxes import files
 from sandboxes.docker import Containers, runtime
 from sandboxes.runtime import Folders
 from sandboxes.types import Limits, Pipes, SandboxError, Spec
-from tests.integration.docker.conftest import Kept, docker
+from tests.integration.docker.conftest import BASE, Kept, docker
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
@@ -119,7 +119,7 @@ async def test_memory_and_processes_have_limits_and_a_death_says_which(kept: Kep
         assert await one.ask(f"{forks} if os.getpid() == 1 else os._exit(0)") == "BlockingIOError"
     async with started(kept, small, "two") as two:
         os.write(two.pipes.stdin, b"len(bytearray(200 << 20))\n")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not kept.dead:
                 await asyncio.sleep(0.02)
         assert kept.dead[0].sandbox == "two"
@@ -159,6 +159,19 @@ async def test_what_can_not_start_says_why(
     assert docker("ps", "-aq", "--filter", f"name=megamcp-{kept.runtime._keeper}") == ""
 
 
+async def test_a_working_folder_in_a_volume_would_not_be_kept_and_is_refused(kept: Kept, spec: Spec) -> None:
+    image = kept.runtime._tag("with-a-volume")
+    container = docker("create", BASE, "-").strip()
+    docker("commit", "--change", "VOLUME /data", container, image)
+    docker("rm", container)
+    try:
+        with pytest.raises(SandboxError, match="declares /data a volume") as caught:
+            await kept.runtime.prepare(msgspec.structs.replace(spec, image=image, workdir="/data/work"))
+        assert caught.value.code == "invalid_spec"
+    finally:
+        docker("rmi", image)
+
+
 async def test_images_outlive_their_sandboxes_and_dropped_ones_theirs(kept: Kept, spec: Spec) -> None:
     async with started(kept, spec, "one") as one:
         await one.ask("Path('notes.txt').write_text('kept')")
@@ -186,7 +199,9 @@ async def test_a_chain_of_images_that_got_deep_becomes_one_layer(
     assert int(layers) <= 3
 
 
-async def test_the_next_keeper_ends_what_a_killed_one_left_and_keeps_its_images(kept: Kept, spec: Spec) -> None:
+async def test_the_next_keeper_ends_what_a_killed_one_left_and_keeps_its_images_also_if_the_engine_comes_later(
+    kept: Kept, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await kept.runtime.prepare(spec)
     pipes = await kept.runtime.start(spec, "one", None)
     talk = Talk(pipes)
@@ -195,7 +210,14 @@ async def test_the_next_keeper_ends_what_a_killed_one_left_and_keeps_its_images(
     # A killed keeper says nothing to anybody: here is the next one.
     following = Kept(kept.state)
     following.runtime = Containers(Folders(kept.state), following.dead.append)
-    await following.runtime.recover()
+    with monkeypatch.context() as patch:
+        patch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
+        await following.runtime.recover()
+        report = await following.runtime.report()
+        assert "no Docker engine answers" in report.reason
+        assert following.runtime.images() == ["im_1"]
+    assert (await following.runtime.report()).works
+    await following.runtime.prepare(spec)
     assert docker("ps", "-aq", "--filter", f"name=megamcp-{kept.runtime._keeper}") == ""
     assert following.runtime.images() == ["im_1"]
     async with started(following, spec, "two", "im_1") as two:
