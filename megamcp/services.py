@@ -46,6 +46,7 @@ class Services:
     reaper: Reaper
     keeper: Keeper
     tender: Tender
+    host: Host
     squasher: Squasher
     stopping: asyncio.Event
 
@@ -122,6 +123,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
                 reaper,
                 keeper,
                 tender,
+                host,
                 squasher,
                 stopping,
             )

@@ -94,13 +94,14 @@ def needed(wanted: Wanted) -> list[str]:
 def steps(wanted: Wanted) -> list[tuple[str, ...]]:
     """The commands that fill /packages."""
     if wanted.manager == "npm":
-        quiet = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error")
+        quiet = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error",
+                 "--fetch-retries=1", "--fetch-retry-mintimeout=1000", "--fetch-retry-maxtimeout=5000")  # fmt: skip
         return [(bundle.found(("npm",))[0][0], "install", "--prefix", bundle.PACKAGES, *quiet, "--", *wanted.packages)]
     packages = [re.sub("@latest$", "", package).replace("@", "==") for package in wanted.packages]
     venv = f"{bundle.PACKAGES}/venv"
     return [
         (_python(), "-m", "venv", venv),
-        (f"{venv}/bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir", "--", *packages),
+        (f"{venv}/bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir", "--retries=2", "--", *packages),
     ]
 
 

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from sqlalchemy.engine import make_url
 
 from megamcp.app import prepare
-from megamcp.client import Client, Rollout
+from megamcp.client import Client, Rollout, UpstreamError
 from megamcp.settings import Settings
 from megamcp.testing import running_gateway
 from tests.integration.criu.conftest import Host
@@ -50,7 +50,10 @@ async def client(host: Host, postgres_dsn: str) -> AsyncIterator[Client]:
             running_gateway(dsn, sandbox_socket=socket, quiesce_timeout_s=5, start_timeout_s=120) as gateway,
             Client(gateway.url) as client,
         ):
-            await client.load_environment(str(folder))
+            told: list[str] = []
+            await client.load_environment(str(folder), progress=lambda what, done, total: told.append(what))
+            for server in MCP_JSON["mcpServers"]:  # so no first call waits for it
+                assert any(what.startswith(f"{server}: ready after") for what in told), told
             yield client
     finally:
         await connection.execute(f'drop database "{name}" with (force)')
@@ -63,6 +66,18 @@ async def seen(rollout: Rollout) -> tuple[bool, str]:
     graph = await rollout.call("memory__read_graph")
     note = await rollout.call("files__read_text_file", path="/workspace/note")
     return "Ada" in str(graph.structured), str(note.text)
+
+
+async def test_a_package_that_can_not_be_got_is_said_when_its_environment_is_loaded(
+    client: Client, tmp_path: Path
+) -> None:
+    server = {"command": "npx", "args": ["-y", "@modelcontextprotocol/no-such-server-at-all"]}
+    (tmp_path / "mcp.json").write_text(json.dumps({"name": "nowhere", "mcpServers": {"absent": server}}))
+    told: list[str] = []
+    with pytest.raises(UpstreamError, match="'absent': @modelcontextprotocol/no-such-server-at-all") as refused:
+        await client.load_environment(str(tmp_path), progress=lambda what, done, total: told.append(what))
+    assert refused.value.code == "tool_server_start_failed"
+    assert "is loaded, but absent is not ready" in told[-1]
 
 
 async def test_an_mcp_json_forks_and_rolls_back_with_all_of_its_servers(client: Client) -> None:
