@@ -29,10 +29,12 @@ _LEFT_OUT = (
     (re.compile(rb"select\s+\*\s+from\s+pg_catalog\.pg_restore_(relation|attribute)_stats\(", re.I), "statistics"),
     (re.compile(rb"create\s+extension\s+(if\s+not\s+exists\s+)?plpgsql\b", re.I), "plpgsql"),
     (re.compile(rb"comment\s+on\s+(extension|database)\s", re.I), "comment"),
+    (re.compile(rb"(create|alter|drop)\s+database\s", re.I), "database"),
 )  # fmt: skip
 _CLIENT_ENCODING = re.compile(rb"set\s+client_encoding\s*(?:=|to)\s*'?([\w-]+)", re.I)
 _OLD_STRINGS = re.compile(rb"set\s+standard_conforming_strings\s*(?:=|to)\s*'?off", re.I)
 _FROM_SERVER = re.compile(rb"-- Dumped from database version (\d+)\S*")
+_OF_CLUSTER = b"-- PostgreSQL database cluster dump"
 _HARMLESS_COMMANDS = (b"\\restrict", b"\\unrestrict")
 _SCHEMA_ITSELF = re.compile(
     r"(?:create\s+schema|alter\s+schema|comment\s+on\s+schema)\s+(?:if\s+not\s+exists\s+)?", re.I
@@ -65,7 +67,13 @@ def is_of_schema(statement: str, schema: str) -> bool:
 
 
 def check_comment(comment: Comment, name: str) -> None:
-    """Raises `Unprocessable` (`postgres_too_new`) where pg_dump says that it read a newer server."""
+    """Raises `Unprocessable` for a dump of a newer server (`postgres_too_new`), or of a whole one."""
+    if comment.text.startswith(_OF_CLUSTER):
+        raise bad(
+            name,
+            f"line {comment.line}: this is a dump of all databases and roles of a server, made by pg_dumpall",
+            "Dump the one database: pg_dump NAME, or megamcp env load --from-dsn.",
+        )
     found = _FROM_SERVER.match(comment.text)
     if found and int(found[1]) > NEWEST:
         raise Unprocessable(
@@ -79,8 +87,18 @@ def check_command(command: Command, name: str) -> None:
     """Raises `Unprocessable` for a psql command that would have done something."""
     if not command.text.startswith(_HARMLESS_COMMANDS):
         word = command.text.split()[0].decode(errors="replace")
-        hint = "Dump one database, without --create." if word in ("\\connect", "\\c") else "Leave it out."
-        raise bad(name, f"line {command.line}: the command {word} is psql's and is not followed", hint)
+        if is_connect(command):
+            raise bad(
+                name,
+                f"line {command.line}: from here on ({word}) it is of another database",
+                "Dump the one database: pg_dump NAME.",
+            )
+        raise bad(name, f"line {command.line}: the command {word} is psql's and is not followed", "Leave it out.")
+
+
+def is_connect(command: Command) -> bool:
+    """Whether it leads psql to another database: after `pg_dump --create`, to the one that is dumped."""
+    return command.text.split()[0] in (b"\\connect", b"\\c")
 
 
 def empty(name: str, schema: str) -> Exception:

@@ -74,6 +74,7 @@ class Reading:
         unit: Unit | None
         batch: list[Sql] = []
         size = 0
+        begun = False  # something was made, or the dump has led to its database: it stays there
         async with aclosing(pieces(chunks, name)) as found:
             async for piece in found:
                 match piece:
@@ -82,7 +83,9 @@ class Reading:
                             dumps.check_comment(piece, name)
                         continue
                     case Command():
-                        dumps.check_command(piece, name)
+                        if begun or not (self.script.dump and dumps.is_connect(piece)):
+                            dumps.check_command(piece, name)
+                        begun = begun or dumps.is_connect(piece)
                         continue
                     case Statement() if insert := inserts.plain(piece.text, self.script.schema):
                         batch.append(Sql(self._decode(insert, piece.line), piece.line))
@@ -95,9 +98,11 @@ class Reading:
                     case Rows():
                         unit = piece
                 if batch:
+                    begun = True
                     yield Inserts(tuple(batch))
                     batch, size = [], 0
                 if unit is not None:
+                    begun = True
                     yield unit
             if batch:
                 yield Inserts(tuple(batch))

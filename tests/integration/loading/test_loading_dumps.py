@@ -66,12 +66,13 @@ def dumped(old: Old, target: Path, *options: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["schema", "database"])
-@pytest.mark.parametrize("how", ["plain", "gzip", "custom", "directory", "tar"])
+@pytest.mark.parametrize("how", ["plain", "create", "gzip", "custom", "directory", "tar"])
 async def test_every_format_of_pg_dump_is_read(old: Old, place: Place, tmp_path: Path, how: str, kind: str) -> None:
     folder = folder_of(tmp_path / f"d-{how}-{kind}", kind, dump="")
     target = folder / "dump.sql"
     target.unlink()
-    dumped(old, target, "--format=" + ("plain" if how == "gzip" else how))
+    more = ["--create", "--clean"] if how == "create" else []
+    dumped(old, target, "--format=" + ("plain" if how in ("gzip", "create") else how), *more)
     if how == "gzip":
         target.write_bytes(gzip.compress(target.read_bytes()[:1000]) + gzip.compress(target.read_bytes()[1000:]))
     if kind == "schema":

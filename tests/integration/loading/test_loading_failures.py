@@ -47,7 +47,11 @@ BAD: dict[str, tuple[dict[str, str | bytes], tuple[str, ...]]] = {
     "empty": ({"dump": "-- nothing\n"}, ("dump.sql", "no table")),
     "newer": ({"dump": "-- Dumped from database version 21.1\n" + GOOD}, ("dump.sql", "PostgreSQL 21")),
     "latin1": ({"dump": "SET client_encoding = 'LATIN1';\n" + GOOD}, ("dump.sql", "line 1", "LATIN1")),
-    "whole-cluster": ({"dump": "\\connect shop\n" + GOOD}, ("dump.sql", "line 1", "connect")),
+    "two-databases": ({"dump": f"\\connect one\n{GOOD}\\connect two\n"}, ("dump.sql", "line 7", "another database")),
+    "whole-cluster": (
+        {"dump": "--\n-- PostgreSQL database cluster dump\n--\n\ncreate role one;\n\\connect shop\n" + GOOD},
+        ("dump.sql", "line 2", "pg_dumpall"),
+    ),
     "broken-gzip": ({"dump": gzip.compress(GOOD.encode() * 50)[:60]}, ("dump.sql", "gzip")),
     "broken-archive": ({"dump": b"PGDMP\1\16\0 nothing of the kind"}, ("dump.sql", "pg_restore")),
     "newer-archive": ({"dump": b"PGDMP\1\x63\0\4\10\1"}, ("dump.sql", "pg_restore", "version")),
