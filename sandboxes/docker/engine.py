@@ -59,7 +59,8 @@ class Engine:
         except APIError as error:
             told = str(error.explanation or error)
             full = "no space left" in told.lower()
-            raise SandboxError("disk_full" if full else code, f"Docker: {told[-1000:]}") from error
+            hint = "Make room where the engine has its images: docker system df." if full else ""
+            raise SandboxError("disk_full" if full else code, f"Docker: {told[-1000:]}", hint=hint) from error
         except (DockerException, RequestException, HTTPError, ConnectionError) as error:
             raise SandboxError("engine_lost", f"no Docker engine answers: {error}") from error
 

@@ -4,6 +4,7 @@ What comes out was made by a program that nobody trusts. It is unpacked into a f
 following no link; a hard link to a symbolic link stays one.
 """
 
+import errno
 import io
 import os
 import stat
@@ -59,7 +60,9 @@ def unpack(chunks: Iterable[bytes], target: Path, most: int) -> None:
                 elif place != target:
                     _unpack_one(tar, member, place, target)
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise SandboxError("failed", f"The working folder could not be read: {error}.") from error
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        code = "disk_full" if full else "failed"
+        raise SandboxError(code, f"The working folder could not be copied to be looked at: {error}.") from error
     for place, mode in reversed(folders):
         place.chmod(mode)
 

@@ -104,8 +104,12 @@ class Containers:
             reason = await self._engine.ask(self._try_out)
         except SandboxError as error:
             reason = error.message + (f" ({error.hint})" if error.hint else "")
-        features = () if reason else ("files",)
-        self._report = Report(kind=Kind.DOCKER, works=not reason, reason=reason, features=features)
+        self._report = Report(
+            kind=Kind.DOCKER,
+            works=not reason,
+            reason=reason or "memory is not kept",
+            features=() if reason else ("files",),
+        )
         return self._report
 
     def _try_out(self, api: Any) -> str:

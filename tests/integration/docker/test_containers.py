@@ -52,6 +52,7 @@ async def test_its_own_trial_says_that_files_are_all_it_keeps(kept: Kept) -> Non
     report = await kept.runtime.report()
     assert report.works, report.reason
     assert report.features == ("files",)
+    assert report.reason == "memory is not kept"
     assert kept.labelled() == []
 
 
