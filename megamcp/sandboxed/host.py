@@ -108,11 +108,12 @@ class Host:
         reasons = "; ".join(
             f"{kind}: {self._reports[kind].reason if kind in self._reports else 'not in this version'}" for kind in able
         )
-        hint = "`megamcp doctor` says what works here and what is missing."
-        if wanted is Runtime.AUTO and not entry and image is None:
-            hint += " With a Docker engine, name an `image` in the server's state."
+        imageless = wanted is Runtime.AUTO and not entry and image is None
+        more = " With a Docker engine, name an `image` in the server's state." if imageless else ""
         raise Unprocessable(
-            f"No runtime for this server's sandboxes works on this host: {reasons}.", code="no_runtime", hint=hint
+            f"No runtime for this server's sandboxes works on this host: {reasons}.",
+            code="no_runtime",
+            hint=f"`megamcp doctor` says what works here and what is missing.{more}",
         )
 
     def _works(self, kind: Kind) -> bool:
