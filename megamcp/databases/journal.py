@@ -50,7 +50,7 @@ READY = """update megamcp.databases set status = 'ready', sealed = $2, lineage =
 # What a process says that it is making, and what turned out to be made by nobody.
 UNMADE = "select name from megamcp.databases where status = 'creating' and owner = $1"
 CONDEMN_UNMADE = """update megamcp.databases set status = 'dropping', rollout = null, rewind_to = null
-    where name = any ($1::text[]) and status = 'creating'"""
+    where name = any ($1::text[]) and status = 'creating' returning name"""
 
 # A rollout's database is ready, if the rollout still stands where it stood when the copy was begun.
 HEAD_READY = """update megamcp.databases d set status = 'ready', epoch = $2, lineage = $4::jsonb, collected = $5

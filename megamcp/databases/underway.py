@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from megamcp.databases import journal as sql
-from megamcp.errors import Unavailable
+from megamcp.errors import NotFound, Unavailable
 from megamcp.store import Store
 
 
@@ -25,13 +25,20 @@ class Underway:
 
     @asynccontextmanager
     async def making(self, name: str) -> AsyncIterator[None]:
-        """While the block makes a database whose row is there. When it fails, the row is condemned."""
+        """While the block makes a database whose row is there. When it fails, the row is condemned.
+
+        Raises `Unavailable` where the database was taken away meanwhile: others took this process for dead.
+        """
         self._names.add(name)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            ours: str | None = name
             with contextlib.suppress(Exception):  # else `condemn_abandoned` does it
-                await asyncio.shield(self._store.value(sql.CONDEMN_UNMADE, [name]))
+                ours = await asyncio.shield(self._store.value(sql.CONDEMN_UNMADE, [name]))
+            gone = isinstance(error, NotFound) and error.code == "database_not_found"
+            if gone or (ours is None and isinstance(error, Exception)):
+                raise not_made() from error
             raise
         finally:
             self._names.discard(name)

@@ -1,9 +1,13 @@
 """What an audit of rollouts' databases found, each by the way that it was shown."""
 
+import asyncio
+from pathlib import Path
+
 import asyncpg
 import pytest
 
-from megamcp.errors import DeadlineExceeded
+from megamcp.databases import journal
+from megamcp.errors import DeadlineExceeded, Unavailable
 from tests.integration.databases.shop import Shop
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -128,3 +132,35 @@ async def test_a_rollback_that_takes_too_long_is_a_copy_instead(shop: Shop) -> N
         assert await shop.read(rollout, "select a from t order by a") == [[1], [2]]
     finally:
         settings.rewind_timeout_s = before
+
+
+async def test_a_load_whose_database_others_took_away_can_be_tried_again(
+    shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the control database was away for so long that this gateway counted as dead."""
+    folder = tmp_path / "taken"
+    folder.mkdir()
+    (folder / "schema.sql").write_text("create table t (id int primary key)")
+    (folder / "environment.toml").write_text(
+        'name = "taken"\n[servers.sql]\nentry = "tool_servers.sql.server:server"\n'
+        '[servers.sql.state]\nkind = "database"\n'
+    )
+    wanted = tmp_path / "failpoint"
+    wanted.write_text("build.filled=hold")
+    monkeypatch.setenv("MEGAMCP_FAILPOINTS", f"@{wanted}")
+    services = shop.services
+    loading = asyncio.create_task(services.environments.load(folder, None, services.databases.sources.build))
+    reached = tmp_path / "failpoint.reached"
+    while not reached.exists():
+        assert not loading.done(), loading
+        await asyncio.sleep(0.01)
+    state = await asyncpg.connect(shop.state_dsn)
+    name = await state.fetchval("select datname from pg_database where datname ~ '^mm_.*_new$'")
+    await services.store.value(journal.CONDEMN_UNMADE, [name.removesuffix("_new")])
+    await state.execute(f'drop database "{name}" with (force)')
+    await state.close()
+    reached.unlink()
+    with pytest.raises(Unavailable) as refused:
+        await loading
+    assert refused.value.code == "database_not_made"
+    assert await services.environments.load(folder, None, services.databases.sources.build)
