@@ -31,7 +31,8 @@ BASE = "select megamcp.document_base($1, $2)"
 SPLICE = "select megamcp.document_splice($1, $2, $3, $4, $5)"
 REPLACE = "select megamcp.document_replace($1, $2, $3)"
 
-_DELTAS = 48
+_DELTAS = 128
+"""Writing it whole costs what dozens of splices do; so many are put into a content in a few milliseconds."""
 _SMALL = 4096
 """A document so small is written whole."""
 DEFAULT_BYTES = 32 << 20
