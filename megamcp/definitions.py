@@ -30,6 +30,8 @@ from megamcp.documents.content import NotJson, packed_whole
 from megamcp.errors import Unprocessable
 from megamcp.loading import Script
 from megamcp.loading.script import read as read_script
+from megamcp.state.clones.source import INSIDE
+from megamcp.state.schema import COMPILER_VERSION
 from sandboxes.files import digest
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
@@ -250,6 +252,9 @@ def read(path: Path) -> Source:
     total = hashlib.sha256(config.model_dump_json(by_alias=True, exclude_defaults=True).encode())
     for name, found in scripts.items():
         total.update("".join(f"\0{name}\0{script.name}\0{script.content}" for script in found).encode())
+        # Loaded by another version of MegaMCP it is another version of the environment.
+        maker = INSIDE if isinstance(config.servers[name].state, DatabaseConfig) else str(COMPILER_VERSION)
+        total.update(f"\0{maker}".encode() * bool(found))
     contents: dict[str, str] = {}
     documents: dict[str, bytes] = {}
     for name, server in config.servers.items():
@@ -356,6 +361,6 @@ def _invalid(file: Path, reason: str, **extra: Any) -> Unprocessable:
 
 
 def database_hash(scripts: Sequence[Script]) -> str:
-    """16 hex digits of everything that a database is made from."""
-    parts = ["database 4", *(script.content for script in scripts)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    """16 hex digits of the SQL that a database is made from, and 8 of what is put in besides."""
+    parts = ["database", *(script.content for script in scripts)]
+    return f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}-{INSIDE}"

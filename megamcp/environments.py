@@ -30,10 +30,12 @@ from megamcp.definitions import (
 from megamcp.documents import logins
 from megamcp.documents.content import demand_size
 from megamcp.documents.journal import SET_BASE
-from megamcp.errors import NotFound, TooLarge, Unavailable, Unprocessable
+from megamcp.errors import Gone, NotFound, TooLarge, Unavailable, Unprocessable
 from megamcp.handles import Signer
 from megamcp.loading import Script
 from megamcp.loading.units import Progress
+from megamcp.state.clones.source import INSIDE
+from megamcp.state.schema import COMPILER_VERSION
 from megamcp.store import ENVIRONMENT, Store
 
 
@@ -55,6 +57,20 @@ class LoadedServer:
     def stateful(self) -> bool:
         """Whether it has a state that checkpoints keep."""
         return self.schema is not None or self.database is not None or self.process is not None or self.document
+
+    def demand_current(self) -> None:
+        """Raises `Gone` where this version of MegaMCP didn't make its state: the code inside is another's."""
+        if self.schema is not None:
+            current = self.schema.compiler == COMPILER_VERSION
+        else:
+            current = self.database is None or self.database.endswith(f"-{INSIDE}")
+        if not current:
+            raise Gone(
+                f"The state of server {self.name} was made by another version of MegaMCP.",
+                code="state_outdated",
+                hint="Load the environment again (at start this is done for those that come along or are named in the"
+                " settings) and open a new rollout: that makes a new version of it.",
+            )
 
     @property
     def document(self) -> bool:

@@ -105,6 +105,8 @@ class Rollouts:
         labels: dict[str, str] | None = None,
     ) -> Sequence[asyncpg.Record]:
         """`open`, on a connection that the caller holds."""
+        for server in loaded.servers:
+            server.demand_current()
         self._admit(count)
         rows: Sequence[asyncpg.Record] = await connection.fetch(
             sql.OPEN,

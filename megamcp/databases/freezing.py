@@ -43,6 +43,7 @@ class Freezer:
             for server in environment.servers:
                 if not server.database:
                     continue
+                server.demand_current()
                 head = await connection.fetchrow(sql.STANDING_HEAD, row["id"], server.name, row["checkpoint"])
                 if (
                     head is not None

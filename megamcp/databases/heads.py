@@ -97,6 +97,7 @@ class Databases:
 
         Raises `Gone` (`state_lost`, or the rollout has ended), `NoCapacity` (`disk_full`), `Unavailable`.
         """
+        server.demand_current()
         key = (rollout, server.name, epoch)
         if known := self._places.get(key):
             return known
@@ -218,6 +219,7 @@ class Databases:
 
     async def settled(self, rollout: str, server: LoadedServer) -> asyncpg.Record | None:
         """The row of the rollout's database when it is ready and owes nothing; None when there is none yet."""
+        server.demand_current()
         head = await self._store.row(sql.HEAD, rollout, server.name)
         if head is None or head["status"] != "ready":
             return None
@@ -229,6 +231,7 @@ class Databases:
         self, server: LoadedServer, environment: LoadedEnvironment, point: Point | None, lineage: Mapping[str, int]
     ) -> tuple[Place, dict[str, int]]:
         """A copy that stands at a point (None: at the beginning), for readers. The keeper drops it when nobody does."""
+        server.demand_current()
         source = await self.sources.ready(server, environment)
         if point is None:
             cluster = await self.clusters.named(source.cluster)

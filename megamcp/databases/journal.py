@@ -125,6 +125,8 @@ CONDEMN = """with old as (
         or (d.kind = 'view' and d.status = 'ready' and d.used_at < clock_timestamp() - interval '60 s')
         or (d.kind = 'clone' and d.status in ('ready', 'full') and d.rollout is null and d.sealed
             and not exists (select 1 from megamcp.snapshots s where s.database = d.name or s.sealed = d.name))
+        or (d.kind in ('source', 'spare') and d.status = 'ready' and d.content not like '%-' || $2
+            and d.used_at < clock_timestamp() - interval '1 day')    -- another version's
      limit $1 for update skip locked
 )
 update megamcp.databases d set status = 'dropping', rollout = null from old where d.name = old.name

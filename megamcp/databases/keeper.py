@@ -19,6 +19,7 @@ from megamcp.errors import MegaMCPError
 from megamcp.failpoints import failpoint
 from megamcp.settings import Settings
 from megamcp.state.clones import Cluster
+from megamcp.state.clones.source import INSIDE
 from megamcp.store import TELL_STANDING, Store
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Keeper:
         done["logins"] = await self._mend_logins()
         await self._store.value(sql.DROP_SNAPSHOTS)
         await self._databases.underway.condemn_abandoned()
-        await self._store.rows(sql.CONDEMN, BATCH)
+        await self._store.rows(sql.CONDEMN, BATCH, INSIDE)
         done["dropped"] = await self._drop()
         done["measured"] = await self._measure()
         done["trimmed"] = await self._trim()

@@ -72,6 +72,8 @@ class SchemaState:
     hash: str
     tables: tuple[TableInfo, ...]
     deployment: str
+    compiler: int = 0
+    """The `COMPILER_VERSION` that made it; 0 of before this was written down."""
 
     @property
     def hidden_schema(self) -> str:
@@ -110,6 +112,7 @@ class SchemaState:
             hash=document["hash"],
             tables=tuple(TableInfo(t["name"], tuple(t["columns"]), tuple(t["primary"])) for t in document["tables"]),
             deployment=document["deployment"],
+            compiler=document.get("compiler", 0),
         )
 
 
@@ -211,7 +214,7 @@ async def _compile(
     seed: int,
     progress: Progress,
 ) -> SchemaState:
-    made = SchemaState(name, (), await conn.fetchval("select megamcp.deployment()"))
+    made = SchemaState(name, (), await conn.fetchval("select megamcp.deployment()"), COMPILER_VERSION)
     s, v, owner, view = made.hidden_schema, made.visible_schema, made.owner_role, made.view_role
     roles = {owner: "nologin", view: "nologin", made.tool_role: "login", made.query_role: "login"}
     await rights.patiently(conn, "".join(rights.role(r, o) for r, o in roles.items()) + rights.membership(tuple(roles)))

@@ -4,6 +4,7 @@ The SQL runs as a login of that database alone, working as `mm_owner`: it has th
 make trusted extensions besides.
 """
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import aclosing
 from importlib.resources import files
@@ -27,6 +28,10 @@ def sql(name: str) -> str:
     """A file of `sql/`; the check of handles is the control plane's own."""
     package = "megamcp" if name == "handles" else "megamcp.state.clones"
     return files(package).joinpath("sql", f"{name}.sql").read_text(encoding="utf-8")
+
+
+INSIDE = hashlib.sha256("".join(map(sql, ORDER)).encode()).hexdigest()[:8]
+"""What tells databases of this version of schema megamcp from others: nothing in there is ever brought up to date."""
 
 
 async def fill(
