@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import asyncpg
 
 from megamcp import outages
-from megamcp.errors import Conflict, DeadlineExceeded, NotFound, Unavailable
+from megamcp.errors import Conflict, DeadlineExceeded, NotFound, Unavailable, Unprocessable
 from megamcp.failpoints import failpoint
 from megamcp.loading import Script, as_script
 from megamcp.loading.units import Progress
@@ -122,6 +122,12 @@ class Cluster:
                     progress or (lambda *_: None),
                     statement_s=self._statement_s,
                 )
+                if what := await logins.given(admin, builder):
+                    raise Unprocessable(
+                        f"The environment's SQL gives something to the login that runs it: {what}.",
+                        code="environment_sql_failed",
+                        hint=f"Name {logins.OWNER} (which is CURRENT_USER) or PUBLIC.",
+                    )
                 await logins.disown(admin, await logins.strangers(admin, made))
                 await source.install(admin, keys)
             await self._access.sessions.forget(made)

@@ -112,6 +112,18 @@ async def strayed(
     return found
 
 
+async def given(connection: Any, role: str) -> str | None:
+    """Something in this database that was given to a role; what it owns doesn't count."""
+    found: str | None = await connection.fetchval(
+        "select pg_describe_object(s.classid, s.objid, s.objsubid) from pg_shdepend s"
+        " where s.dbid = (select oid from pg_database where datname = current_database())"
+        " and s.refclassid = 'pg_authid'::regclass and s.refobjid = (select oid from pg_roles where rolname = $1)"
+        " and (s.deptype <> 'o' or s.classid = 'pg_default_acl'::regclass) limit 1",
+        role,
+    )
+    return found
+
+
 async def strangers(connection: Any, database: str, *, but: str | None = None) -> list[str]:
     """Roles that own something in a database, or were granted something there, and should not."""
     rows = await connection.fetch(
