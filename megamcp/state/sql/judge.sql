@@ -24,6 +24,9 @@ keyed(name, typ) as (
   join pg_attribute a on a.attrelid = c.oid and a.attnum = any (n.conkey) where n.contype = 'f'
 )
 select 'materialised view', relname::text, 'it would hold one rollout''s rows for all', 'Make it a plain view.' from c where relkind = 'm'
+union all select 'security_barrier view that takes writes', relname, 'PostgreSQL forgets its condition where it writes through it into a view with triggers', 'Leave security_barrier out: who writes the SQL here is the environment''s own server.'
+  from c where relkind = 'v' and pg_relation_is_updatable(c.oid, false) & 20 <> 0
+   and exists (select from pg_options_to_table(c.reloptions) o where o.option_name = 'security_barrier' and o.option_value::boolean)
 union all select 'foreign or partitioned table', relname, 'its rows can''t be kept by layer', 'Make it a plain table.' from c where relkind in ('f', 'p') or relispartition
 union all select 'table without columns', relname, 'its rows can''t be told apart', 'Give it a column.'
   from c where relkind = 'r' and not exists (select from pg_attribute a where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped)

@@ -22,6 +22,8 @@ REFUSED = {
     "exclusion constraint": "create table a (id int primary key, r int4range, exclude using gist (r with &&))",
     "WITHOUT OVERLAPS or PERIOD": "create table a (r int4range, v daterange, primary key (r, v without overlaps))",
     "row-level security": "create table a (id int primary key); alter table a enable row level security",
+    "security_barrier view that takes writes": "create table a (id int primary key);"
+    " create view b with (security_barrier = on) as select * from a where id > 5",
     "column type regclass": "create table a (id int primary key, r regclass)",
     "column name": "create table a (id int primary key, _mm_layer int)",
     "expression over a whole row": "create table a (id int primary key, check (a is not null))",

@@ -17,7 +17,7 @@ create view tools as select * from cheap where kind = 'tool' with cascaded check
 create view toys as select * from cheap where kind = 'toy' with local check option;
 create view strict as select * from cheap with check option;
 create view own with (security_invoker = true) as select name, price from item where price is not null;
-create view barred with (security_barrier) as select name, price from item where price > 5 with local check option;
+create view barred with (security_barrier) as select distinct name, price from item where price > 5;
 create view summed as select kind, sum(price) as total from item group by kind;
 create view both_ as select i.name, k.name as kind from item i join kind k on k.name = i.kind;
 create view half as select id, upper(name) as loud, price, name from item;
@@ -86,9 +86,7 @@ def test_the_check_option_is_kept_at_each_level_that_has_it(compare: Compare) ->
             "insert into strict (title, price) values ('gold', 100)",
             "insert into strict (title, price) values ('cost', -1)",
             "insert into strict (title) values ('free')",
-            "insert into barred values ('low', 1)",
-            "insert into barred values ('high', 100)",
-            "update barred set price = 2 where name = 'high'",
+            "select * from barred where length(name) < 9",
             "merge into strict c using (values ('kite', 60)) s(n, p) on c.title = s.n"
             " when matched then update set price = s.p",
         ],
