@@ -122,9 +122,9 @@ class Cluster:
                     progress or (lambda *_: None),
                     statement_s=self._statement_s,
                 )
-                if what := await logins.given(admin, builder):
+                if what := await logins.policy_for(admin, builder):
                     raise Unprocessable(
-                        f"The environment's SQL gives something to the login that runs it: {what}.",
+                        f"The environment's SQL makes a policy for the login that runs it: {what}.",
                         code="environment_sql_failed",
                         hint=f"Name {logins.OWNER} (which is CURRENT_USER) or PUBLIC.",
                     )

@@ -112,13 +112,13 @@ async def strayed(
     return found
 
 
-async def given(connection: Any, role: str) -> str | None:
-    """Something in this database that was given to a role; what it owns doesn't count."""
+async def policy_for(connection: Any, role: str) -> str | None:
+    """A policy in this database that is for a role, in words."""
     found: str | None = await connection.fetchval(
         "select pg_describe_object(s.classid, s.objid, s.objsubid) from pg_shdepend s"
         " where s.dbid = (select oid from pg_database where datname = current_database())"
         " and s.refclassid = 'pg_authid'::regclass and s.refobjid = (select oid from pg_roles where rolname = $1)"
-        " and (s.deptype <> 'o' or s.classid = 'pg_default_acl'::regclass) limit 1",
+        " and s.deptype = 'r' limit 1",
         role,
     )
     return found

@@ -11,14 +11,14 @@ begin
 end $$;
 
 -- A role that anything in here names (a grant, a policy, default rights) can't be dropped. So nothing may name the roles of
--- other databases, which end with these. Nor its own login's, but as an owner (who becomes mm_owner): a copy has another.
+-- other databases, which end with these. Nor a policy its own login: a copy has another.
 create function megamcp.foreign_role() returns name
 language sql stable set search_path = pg_catalog, pg_temp as $$
     select r.rolname from pg_shdepend s join pg_roles r on r.oid = s.refobjid
      where s.dbid = (select d.oid from pg_database d where d.datname = current_database())
        and s.refclassid = 'pg_authid'::regclass
        and r.rolname not in ('mm_owner', 'mm_hands') and not r.rolsuper
-       and not (r.rolname = session_user and s.deptype = 'o' and s.classid <> 'pg_default_acl'::regclass)
+       and not (r.rolname = session_user and s.deptype <> 'r')    -- what it owns or was granted is mm_owner's in a copy
        and not (select me.rolsuper from pg_roles me where me.rolname = session_user)
      limit 1
 $$;
@@ -70,8 +70,8 @@ declare
     stranger name := megamcp.foreign_role();
 begin
     if stranger is not null then
-        raise exception using errcode = '42501', message = format('role "%s" can be given nothing', stranger),
-            hint = 'Grant to public or to mm_owner, as which the login works: a rollout''s copies have other logins.';
+        raise exception using errcode = '42501', message = format('role "%s" can''t be named here', stranger),
+            hint = 'Name public or mm_owner, as which the login works: copies of a rollout have other logins.';
     end if;
     perform megamcp.demand_lasting();
     if exists (select from pg_event_trigger_ddl_commands() c
