@@ -194,8 +194,8 @@ class Shelf:
         given = await self.call(rollout, "put", f"put {number}", key=f"k{number % 50}", value=str(number) * 40)
         assert given == {"result": number}
 
-    async def work(self, end: float) -> None:
-        while time.monotonic() < end or not self.forks:
+    async def work(self, stormed: asyncio.Event) -> None:
+        while not stormed.is_set() or not self.forks:
             await self.put(self.rollout, self.count + 1)
             self.count += 1
             if self.count % 5 == 0:
@@ -240,10 +240,11 @@ async def test_no_acknowledged_call_is_lost_and_none_is_done_twice(scratch_folde
         acknowledged: dict[str, list[tuple[str, int]]] = {rollout: [] for rollout in rollouts}
         checkpoints: list[tuple[str, str, int]] = []
         end = time.monotonic() + STORM_S
+        stormed = asyncio.Event()
 
         async def work(rollout: str) -> None:
             number = 0
-            while time.monotonic() < end or number < 4:
+            while not stormed.is_set() or number < 4:
                 number += 1
                 key = f"{rollout}-{number}"
                 result = await request(
@@ -266,12 +267,14 @@ async def test_no_acknowledged_call_is_lost_and_none_is_done_twice(scratch_folde
         async def storm() -> None:
             dice = random.Random(workers)
             victims = ["gateway", "tool server", "tool server", "postgres"] + (["worker"] * 2 if workers > 1 else [])
-            while time.monotonic() < end - 2:
+            while time.monotonic() < end - 2 or sum(gateway.kills.values()) < 5:
                 await asyncio.sleep(dice.uniform(0.5, 3.5))
                 await gateway.kill(dice.choice(victims))
+            await asyncio.sleep(2)
+            stormed.set()
 
         shelves = [Shelf(http, await opened_shelf(http)) for _ in range(KEEPERS)]
-        await asyncio.gather(storm(), *map(work, rollouts), *(shelf.work(end) for shelf in shelves))
+        await asyncio.gather(storm(), *map(work, rollouts), *(shelf.work(stormed) for shelf in shelves))
         await gateway.ready()
         assert sum(gateway.kills.values()) >= 5, gateway.kills
 
