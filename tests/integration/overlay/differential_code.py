@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.integration.overlay.differential_schema import Column, Draw, Schema, Table
+from tests.integration.overlay.differential_schema import Column, Draw, Reference, Schema, Table, reaches
 from tests.integration.overlay.differential_words import assignments, one_row
 
 TWICE = "create function twice(n int) returns int language sql immutable return n * 2;"
@@ -100,7 +100,7 @@ def code(draw: Draw, schema: Schema) -> Schema:
         )
         calls.append("few()")
     for table in schema.tables:
-        after += _triggers(draw, table)
+        after += _triggers(draw, schema, table)
     return replace(
         schema, tables=tuple(tables), before=tuple(before), after=tuple(after), sequences=tuple(sequences),
         calls=tuple(calls),
@@ -110,24 +110,29 @@ def code(draw: Draw, schema: Schema) -> Schema:
 def _trying(draw: Draw, schema: Schema, table: Table) -> str:
     """A function that writes one row and, where that fails, writes another and goes on."""
     sets, _ = assignments(draw.random, schema, table, table.name)
-    other = f"delete from {table.name}{one_row(table, draw.random)};" if draw.chance(0.5) else ""
+    other = f"delete from {table.name}{one_row(draw.random, schema, table)};" if draw.chance(0.5) else ""
     return (
         "create function try_it() returns text language plpgsql as $$ declare m int; begin"
-        f" begin update {table.name} set {sets}{one_row(table, draw.random)}; get diagnostics m = row_count;"
+        f" begin update {table.name} set {sets}{one_row(draw.random, schema, table)}; get diagnostics m = row_count;"
         f" exception when integrity_constraint_violation or data_exception then {other} return sqlstate; end;"
         " return m; end $$;"
     )
 
 
-def _triggers(draw: Draw, table: Table) -> list[str]:
+def _triggers(draw: Draw, schema: Schema, table: Table) -> list[str]:
     made: list[str] = []
     virtual = any("virtual" in c.definition for c in table.columns)  # with row triggers: refused
     if not virtual and draw.chance(0.25, "trigger before row"):
         made.append(_before(draw, table))
         if draw.chance(0.4, "several triggers of one event"):
             made.append(_guard(draw, table))
-    if not virtual and draw.chance(0.25, "trigger after row") and "table without a key" in draw.taken:
-        made.append(_after(draw, table))
+    referred = bool(_acting(schema, table))
+    if (
+        not virtual
+        and draw.chance(0.7 if referred else 0.3, "trigger after row")
+        and "table without a key" in draw.taken
+    ):
+        made.append(_after(draw, schema, table))
     if not virtual and draw.chance(0.2, "trigger that writes by ON CONFLICT"):
         name = f"{table.name}_total"
         events = draw.one("insert", "update", "delete", "insert or update or delete")
@@ -158,8 +163,9 @@ def _before(draw: Draw, table: Table) -> str:
     number = next((c.name for c in table.of_type("int") if c.name not in table.key), None)
     skip = f"if new.{number} = 4 then return null; end if;" if number and draw.chance(0.5) else ""
     delete = f"if old.{number} = 2 then return null; end if;" if number and draw.chance(0.5) else ""
-    events = draw.one("insert", "update", "insert or update", "insert or update or delete", "delete")
-    when = _when(draw, table, "old" if events == "delete" else "new") if "or" not in events else ""
+    of = _of(draw, table)
+    events = draw.one("insert", f"update{of}", f"insert or update{of}", f"insert or update{of} or delete", "delete")
+    when = _when(draw, table, events)
     return (
         f"create function {name}() returns trigger language plpgsql as $$ begin"
         f" if tg_op = 'DELETE' then {delete} return old; end if; {skip} {change} return new; end $$;\n"
@@ -167,12 +173,25 @@ def _before(draw: Draw, table: Table) -> str:
     )
 
 
-def _when(draw: Draw, table: Table, record: str) -> str:
+def _of(draw: Draw, table: Table) -> str:
+    """`of c` after the word UPDATE, or nothing."""
+    columns = [c.name for c in table.columns if not c.generated]
+    return f" of {draw.random.choice(columns)}" if columns and draw.chance(0.4) else ""
+
+
+def _when(draw: Draw, table: Table, events: str) -> str:
+    """As often true as not."""
     columns = [c for c in table.comparable if not c.generated]
-    if not columns or not draw.chance(0.4, "trigger with WHEN"):
+    if not columns or " or " in events or not draw.chance(0.4, "trigger with WHEN"):
         return ""
+    record = "old" if events == "delete" else draw.one("new", "old") if "update" in events else "new"
     column = draw.random.choice(columns)
-    return f" when ({record}.{column.name} is distinct from {column.kind.good[0]}::{column.type})"
+    value = f"{draw.random.choice(column.kind.good[:2])}::{column.type}"
+    name = f"{record}.{column.name}"
+    tests = [f"{name} is distinct from {value}", f"{name} is not distinct from {value}", f"{name} is not null"]
+    if "update" in events:
+        tests += [f"old.{column.name} is distinct from new.{column.name}"] * 2
+    return f" when ({draw.random.choice(tests)})"
 
 
 def _guard(draw: Draw, table: Table) -> str:
@@ -190,22 +209,47 @@ def _guard(draw: Draw, table: Table) -> str:
     )
 
 
-def _after(draw: Draw, table: Table) -> str:
-    name = draw.one(f"{table.name}_after", f"a_{table.name}")
+def _after(draw: Draw, schema: Schema, table: Table) -> str:
+    """Writes down what it is given, and whether rows refer to it: foreign keys come before some and after others."""
+    name = draw.one(f"{table.name}_after", f"a_{table.name}", f'"A_{table.name}"', f'"A_{table.name}"')
     names = [c.name for c in table.columns[:2]]
     new, old = (f"row({', '.join(f'{record}.{n}' for n in names)})::text" for record in ("new", "old"))
-    of = f" of {table.columns[-1].name}" if draw.chance(0.5) and not table.columns[-1].generated else ""
-    events = draw.one("insert", f"update{of}", "insert or delete", f"insert or update{of} or delete", "delete")
-    when = _when(draw, table, "old" if events in {"delete", f"update{of}"} else "new") if "or" not in events else ""
+    of = _of(draw, table)
+    every = f"insert or update{of} or delete"
+    events = draw.one("insert", f"update{of}", f"update{of}", "insert or delete", every, "delete")
+    if acting := _acting(schema, table):
+        events = draw.one("update", "delete", "delete", "update or delete")
+    when = _when(draw, table, events)
     number = next((c.name for c in table.of_type("int") if not c.generated), None)
     fail = ""
     if number and draw.chance(0.3):
         fail = f" if (case tg_op when 'DELETE' then old.{number} else new.{number} end) = 1 then"
         fail += " raise exception 'told after %', tg_op; end if;"
+    children = "".join(f" || {_referred(child, reference)}" for child, reference in acting[:2])
     return (
         f"create function {name}() returns trigger language plpgsql as $$ begin{fail}"
-        f" if tg_op = 'DELETE' then insert into journal values (tg_op || ' ' || tg_table_name, {old});"
-        f" elsif tg_op = 'UPDATE' then insert into journal values (tg_name, {old} || {new});"
+        f" if tg_op = 'DELETE' then insert into journal values (tg_op || ' ' || tg_table_name, {old}{children});"
+        f" elsif tg_op = 'UPDATE' then insert into journal values (tg_name, {old} || {new}{children});"
         f" else insert into journal values (tg_op, {new}); end if; return null; end $$;\n"
         f"create trigger {name} after {events} on {table.name} for each row{when} execute function {name}();"
     )
+
+
+def _acting(schema: Schema, table: Table) -> list[tuple[Table, Reference]]:
+    """Foreign keys that take rows away from the table's, and nothing else does or brings some, lest the order of rows
+    count."""
+
+    def elsewhere(reference: Reference) -> bool:
+        return reference.table != table.name and not reaches(schema.tables, schema.table(reference.table), table)
+
+    return [
+        (other, mine)
+        for other, mine in schema.referring(table)
+        if mine.acts and "default" not in mine.actions and "update cascade" not in mine.actions and other is not table
+        if all(r is mine or (r.table != other.name and elsewhere(r)) for r in other.references)
+    ]
+
+
+def _referred(child: Table, reference: Reference) -> str:
+    match = " and ".join(f"c.{c} = old.{t}" for c, t in zip(reference.columns, reference.target, strict=True))
+    return f"exists (select from {child.name} c where {match})"

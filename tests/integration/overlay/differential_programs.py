@@ -13,7 +13,8 @@ import postgast
 
 from tests.integration.overlay.differential_openness import Openness, Statement
 from tests.integration.overlay.differential_reads import read
-from tests.integration.overlay.differential_schema import NUMBERS, Column, Schema, Table
+from tests.integration.overlay.differential_schema import Column, Schema, Table
+from tests.integration.overlay.differential_types import NUMBERS
 from tests.integration.overlay.differential_words import (
     FRESH,
     assignments,
@@ -23,32 +24,25 @@ from tests.integration.overlay.differential_words import (
     inserted,
     join,
     literal,
+    of_one_row,
     one_row,
     openness,
     returning,
+    some_row,
     where,
 )
 
-__all__ = ["Openness", "Statement", "drawn", "seed_insert", "statement", "write"]
+__all__ = ["Openness", "Statement", "drawn", "seed_insert", "write"]
 
 
-def statement(schema: Schema, seed: int) -> Statement:
-    return drawn(Random(f"{schema.number}/{seed}"), schema)
-
-
-def drawn(random: Random, schema: Schema) -> Statement:
-    table = random.choice(schema.tables)
-    kinds = {
-        _insert: 20, _insert_select: 5, _update: 18, _update_from: 9, _delete: 10, _delete_using: 6, _merge: 8,
-        _merge_values: 7, _on_conflict: 11, _writing_cte: 9, _truncate: 2, _constraints: 2, read: 24,
-    }  # fmt: skip
-    made = random.choices(list(kinds), list(kinds.values()))[0](random, schema, table)
+def drawn(random: Random, schema: Schema, kind: str) -> Statement:
+    made = _MADE_BY[kind](random, schema, random.choice(schema.busy))
     return _with_parameters(random, made) if random.random() < 0.25 else made
 
 
 def write(random: Random, schema: Schema) -> Statement:
     """One that changes rows of one table."""
-    return random.choice((_insert, _update, _delete, _on_conflict))(random, schema, random.choice(schema.tables))
+    return random.choice((_insert, _update, _delete, _on_conflict))(random, schema, random.choice(schema.busy))
 
 
 _TAKES_PARAMETERS = ("select", "insert", "update", "delete", "merge", "with")
@@ -77,28 +71,43 @@ _MODIFIED = ("numeric(", "numeric(6,", "varchar(", "char(", "bit(", "timestamp("
 
 
 def seed_insert(random: Random, schema: Schema, table: Table) -> str:
-    """A plain one-row INSERT for the base; whether it is valid, PostgreSQL decides."""
+    """A plain INSERT of one row for the base, or of several that look alike; PostgreSQL decides if it is valid."""
     columns = [c for c in table.writable if not c.identity]
-    values = ", ".join(inserted(random, schema, table, c) for c in columns)
+    row = some_row(random)
+    values = ", ".join(inserted(random, schema, table, c, row) for c in columns)
     if not columns:
         return f"insert into {table.name} default values"
-    return f"insert into {table.name} ({', '.join(c.name for c in columns)}) values ({values})"
+    rows = ", ".join([f"({values})"] * _alike(random, table))
+    return f"insert into {table.name} ({', '.join(c.name for c in columns)}) values {rows}"
 
 
-def _insert_head(random: Random, schema: Schema, table: Table, alias: str = "") -> tuple[str, int, str]:
-    """`insert into t (…) values …` without a tail, its number of rows, and what it is counted as."""
+def _alike(random: Random, table: Table) -> int:
+    """How often a row is written: once, where a key tells rows apart."""
+    return 1 if table.key else random.choice((1, 1, 2, 3))
+
+
+def _insert_head(
+    random: Random, schema: Schema, table: Table, alias: str = "", meets: float = 0.03
+) -> tuple[str, int, str]:
+    """`insert into t (…) values …` without a tail, its number of rows, and what it is counted as.
+
+    `meets` is the share of rows that take the keys of one that is there.
+    """
     into = f"insert into {table.name}{f' as {alias}' if alias else ''}"
     if random.random() < 0.03:
         return f"{into} default values", 1, "INSERT"
     columns = [c for c in table.columns if _wanted(random, table, c)] or [table.columns[0]]
     random.shuffle(columns)
-    count = random.choice((1, 1, 1, 2, 3))
-    rows = ", ".join(f"({', '.join(inserted(random, schema, table, c) for c in columns)})" for _ in range(count))
+    rows: list[str] = []
+    for _ in range(random.choice((1, 1, 1, 2, 3))):
+        row, meet = some_row(random), random.random() < meets
+        values = ", ".join(inserted(random, schema, table, c, row, meet) for c in columns)
+        rows += [f"({values})"] * _alike(random, table)
     overriding = ""
     if not alias and any(c.identity in {"always", "by default"} for c in columns) and random.random() < 0.7:
         overriding = f" overriding {random.choice(('system', 'user'))} value"
-    head = f"{into} ({', '.join(c.name for c in columns)}){overriding} values {rows}"
-    return head, count, "OVERRIDING" if overriding else "INSERT"
+    head = f"{into} ({', '.join(c.name for c in columns)}){overriding} values {', '.join(rows)}"
+    return head, len(rows), "OVERRIDING" if overriding else "INSERT"
 
 
 def _wanted(random: Random, table: Table, column: Column) -> bool:
@@ -124,7 +133,7 @@ def _insert_select(random: Random, schema: Schema, table: Table) -> Statement:
 
 def _selected(random: Random, schema: Schema, table: Table, alias: str) -> str:
     """`insert into t as … select … order by …` without a tail; numbers are not drawn."""
-    source = random.choice(schema.tables)
+    source = random.choice(schema.busy)
     columns = [c for c in table.writable if not c.identity]
     if not columns:
         return ""
@@ -145,12 +154,12 @@ def _on_conflict(random: Random, schema: Schema, table: Table) -> Statement:
     if random.random() < 0.3:
         head = _selected(random, schema, table, alias)
     if not head:
-        head, rows, _ = _insert_head(random, schema, table, "n" if alias == "n" else "")
+        head, rows, _ = _insert_head(random, schema, table, "n" if alias == "n" else "", meets=0.6)
     target = f" {random.choice(table.arbiters)}" if table.arbiters and (not nothing or random.random() < 0.6) else ""
     tail = returning(random, table, alias=alias)
     if nothing:
         return Statement(f"{head} on conflict{target} do nothing{tail}", construct=construct)
-    guard = f" where {condition(random, schema, table, alias)}" if random.random() < 0.3 else ""
+    guard = f" where {condition(random, schema, table, alias)}" if random.random() < 0.4 else ""
     sql = f"{head} on conflict{target} do update set {_conflict_sets(random, table, alias)}{guard}{tail}"
     return Statement(sql, Openness.EXACT if rows == 1 else Openness.FIRST_FAILURE, construct)
 
@@ -176,7 +185,11 @@ def _update(random: Random, schema: Schema, table: Table) -> Statement:
     sets, moves = assignments(random, schema, table, table.name)
     tail = returning(random, table, old_new=True)
     if table.key and random.random() < 0.4:
-        return Statement(f"update {table.name} set {sets}{one_row(table, random)}{tail}", construct="UPDATE one row")
+        return Statement(
+            f"update {table.name} set {sets}{one_row(random, schema, table)}{tail}",
+            of_one_row(schema, table),
+            "UPDATE one row",
+        )
     if random.random() < 0.15:
         return _update_by_query(random, schema, table)
     sql = f"update {table.name} set {sets}{where(random, schema, table, table.name)}{tail}"
@@ -185,7 +198,7 @@ def _update(random: Random, schema: Schema, table: Table) -> Statement:
 
 def _update_by_query(random: Random, schema: Schema, table: Table) -> Statement:
     """`update t as u set (a, b) = (select …)`."""
-    source = random.choice(schema.tables)
+    source = random.choice(schema.busy)
     pool = [c for c in table.writable if c.identity != "always"] or table.columns
     chosen = random.sample(pool, min(len(pool), random.choice((1, 2, 2))))
     names = ", ".join(c.name for c in chosen)
@@ -201,11 +214,14 @@ def _update_by_query(random: Random, schema: Schema, table: Table) -> Statement:
 
 def _update_from(random: Random, schema: Schema, table: Table) -> Statement:
     """Several matches per row, but the values come from the row alone; or one match per row."""
-    source = random.choice(schema.tables)
+    source = random.choice(schema.busy)
     if random.random() < 0.4 and (single := _update_from_one(random, schema, table, source)):
         return single
     sets, moves = assignments(random, schema, table, table.name)
     on = join(random, table, table.name, source, "s")
+    numbers = [c.name for c in table.of_type("int") if not c.generated]
+    if not table.key and numbers and random.random() < 0.5:  # rows come to look like others that are still to be met
+        sets, on, moves = f"{numbers[-1]} = {table.name}.{numbers[-1]} + 1", "true", numbers[-1] in table.at_once
     sql = f"update {table.name} set {sets} from {source.name} s where {on}{returning(random, table)}"
     return Statement(sql, openness(schema, table, moves, sets), "UPDATE … FROM")
 
@@ -232,7 +248,11 @@ _LEAST = ("int", "bigint", "smallint", "text", "varchar(4)", "numeric(6,2)", "da
 def _delete(random: Random, schema: Schema, table: Table) -> Statement:
     tail = returning(random, table)
     if table.key and random.random() < 0.5:
-        return Statement(f"delete from {table.name}{one_row(table, random)}{tail}", construct="DELETE one row")
+        return Statement(
+            f"delete from {table.name}{one_row(random, schema, table)}{tail}",
+            of_one_row(schema, table),
+            "DELETE one row",
+        )
     sql = f"delete from {table.name}{where(random, schema, table, table.name)}{tail}"
     return Statement(sql, _deleting(schema, table), "DELETE")
 
@@ -242,7 +262,7 @@ def _deleting(schema: Schema, table: Table) -> Openness:
 
 
 def _delete_using(random: Random, schema: Schema, table: Table) -> Statement:
-    source = random.choice(schema.tables)
+    source = random.choice(schema.busy)
     on = join(random, table, table.name, source, "s")
     extra = f" and ({condition(random, schema, source, 's')})"
     sql = f"delete from {table.name} using {source.name} s where {on}{extra}{returning(random, table)}"
@@ -250,7 +270,7 @@ def _delete_using(random: Random, schema: Schema, table: Table) -> Statement:
 
 
 def _merge(random: Random, schema: Schema, table: Table) -> Statement:
-    source = random.choice(schema.tables)
+    source = random.choice(schema.busy)
     on = join(random, table, table.name, source, "s")
     if on == "true":
         on = condition(random, schema, table, table.name)
@@ -343,14 +363,14 @@ def _writing_cte(random: Random, schema: Schema, table: Table) -> Statement:
         return _insert(random, schema, table)
     parts, opens = [], []
     for number in range(random.choice((1, 1, 1, 2))):
-        target = random.choice(schema.tables) if number else table
+        target = _another(random, schema, table) if number else table
         kinds = (_insert, _update, _delete, _on_conflict if "ON CONFLICT in WITH" in schema.taken else _insert)
         made = random.choice(kinds)(random, schema, target)
         parts.append(
             f"w{number} as ({made.sql.split(' returning ')[0]} returning {random.choice(target.columns).name} as c)"
         )
         opens.append(made.openness)
-    other = random.choice(schema.tables)
+    other = _another(random, schema, table)
     choice = random.random()
     if choice < 0.3:
         outer = "select * from w0 order by w0::text"
@@ -370,13 +390,19 @@ def _writing_cte(random: Random, schema: Schema, table: Table) -> Statement:
     return Statement(sql, Openness.EXACT if exact else Openness.EVENT_ORDER, "writing CTE")
 
 
+def _another(random: Random, schema: Schema, table: Table) -> Table:
+    """Mostly: two parts of one command that write the same table are refused."""
+    others = [t for t in schema.busy if t is not table]
+    return random.choice(others) if others and random.random() < 0.9 else table
+
+
 def _truncate(random: Random, schema: Schema, table: Table) -> Statement:
     if "TRUNCATE" not in schema.taken:
         return _delete(random, schema, table)
     tail = random.choice(("", " cascade", " restart identity", " restart identity cascade"))
-    names = dict.fromkeys(
-        [table.name, *(random.choice(schema.tables).name for _ in range(random.choice((0, 0, 1, 2))))]
-    )
+    if "restart" in tail and (counted := [t for t in schema.busy if any(c.identity for c in t.columns)]):
+        table = random.choice(counted)
+    names = dict.fromkeys([table.name, *(random.choice(schema.busy).name for _ in range(random.choice((0, 0, 1, 2))))])
     return Statement(f"truncate {', '.join(names)}{tail}", construct="TRUNCATE")
 
 
@@ -386,3 +412,11 @@ def _constraints(random: Random, schema: Schema, table: Table) -> Statement:
     which = random.choice(("all", "all", *(f"{table.name}_once{i}" for i in range(2))))
     when = random.choice(("deferred", "deferred", "immediate"))
     return Statement(f"set constraints {which} {when}", Openness.FIRST_FAILURE, "SET CONSTRAINTS")
+
+
+_MADE_BY = {
+    "insert": _insert, "insert select": _insert_select, "update": _update, "update from": _update_from,
+    "delete": _delete, "delete using": _delete_using, "merge": _merge, "merge values": _merge_values,
+    "on conflict": _on_conflict, "writing cte": _writing_cte, "truncate": _truncate, "set constraints": _constraints,
+    "read": read,
+}  # fmt: skip

@@ -59,7 +59,7 @@ def _call(random: Random, schema: Schema, table: Table) -> Statement:
 
 
 def _select(random: Random, schema: Schema, table: Table) -> Statement:
-    other = random.choice(schema.tables)
+    other = random.choice(schema.busy)
     on = join(random, table, "t", other, "o")
     some = where(random, schema, table, "t")
     a, b = random.choice(table.columns).name, random.choice(other.columns).name

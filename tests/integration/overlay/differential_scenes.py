@@ -14,21 +14,24 @@ from tests.integration.overlay.differential_words import where
 
 
 def scene(schema: Schema, seed: int) -> tuple[Statement, ...]:
-    """Mostly one statement. A function of (schema, seed), so that programs shrink by dropping some."""
+    """Mostly one statement. A function of (schema with its focus, seed), so that programs shrink by dropping some."""
     random = Random(f"{schema.number}/{seed}")
-    choice = random.random()
-    if choice < 0.02 and "cursor" in schema.taken:
-        return _cursor(random, schema)
-    if choice < 0.04 and "SET CONSTRAINTS" in schema.taken:
-        return _deferred(random, schema)
-    if choice < 0.06 and schema.sequences and "sequence functions" in schema.taken:
-        name = random.choice(schema.sequences)
-        return tuple(sequence(random, schema, name) for _ in range(random.randint(2, 5)))
-    return (drawn(random, schema),)
+    kind = random.choices(list(schema.weights), list(schema.weights.values()))[0]
+    match kind:
+        case "cursor" if "cursor" in schema.taken:
+            return _cursor(random, schema)
+        case "deferred" if "SET CONSTRAINTS" in schema.taken:
+            return _deferred(random, schema)
+        case "sequence" if schema.sequences and "sequence functions" in schema.taken:
+            name = random.choice(schema.sequences)
+            return tuple(sequence(random, schema, name) for _ in range(random.randint(2, 5)))
+        case "cursor" | "deferred" | "sequence":
+            kind = "read"
+    return (drawn(random, schema, kind),)
 
 
 def _cursor(random: Random, schema: Schema) -> tuple[Statement, ...]:
-    table, name = random.choice(schema.tables), random.choice("cd")
+    table, name = random.choice(schema.busy), random.choice("cd")
     scroll = random.choice((" scroll", " scroll", "", " no scroll", " insensitive"))
     query = f"select * from {table.name} t{where(random, schema, table, 't')} order by {table.order('t')}"
     made = [Statement(f"declare {name}{scroll} cursor for {query}", construct="cursor")]

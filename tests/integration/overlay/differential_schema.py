@@ -2,96 +2,19 @@
 
 A schema is a function of its number and of the constructs that are taken, so that a failing program can be
 told by (number, statements) and both sides are loaded once a number, not once an example. Domains of values
-are tiny: clashes of keys and dangling references are the point.
+are tiny: clashes of keys and dangling references are the point. What a schema is fond of is drawn first (`Draw`),
+so that what it has meets on the same tables.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from random import Random
 
+from tests.integration.overlay.differential_types import KINDS, NUMBERS, Kind
+
 CLOCK = "2026-01-15T09:00:00+00:00"
 CLOCK_AT = datetime.fromisoformat(CLOCK)
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A type with a few values. `bad` ones are refused by the type."""
-
-    good: tuple[str, ...]
-    bad: tuple[str, ...] = ()
-    equal: bool = True
-    ordered: bool = True
-    exact: bool = True
-    """Equal values look the same."""
-    construct: str = ""
-    """Must be taken for the type to be drawn."""
-    prelude: str = ""
-
-    @property
-    def literals(self) -> tuple[str, ...]:
-        return self.good + self.bad
-
-
-_MOOD = "create type mood as enum ('sad', 'ok', 'happy');"
-_SCORE = "create domain score as int check (value > 0);"
-_PAIR = "create type pair as (n int, word text);"
-_TAGS = "create domain tags as text[] check (cardinality(value) < 4);"
-_SPAN = "create type span as range (subtype = numeric);"
-_GRADE = f"{_SCORE}\ncreate domain grade as score check (value < 9);"
-_CALM = f"{_MOOD}\ncreate domain calm as mood check (value <> 'happy');"
-_WORD = "create domain word as text not null check (value <> 'no');"
-_BOX = f"{_PAIR}\ncreate type box_of as (p pair, n int[]);"
-_WHOLE = f"{_PAIR}\ncreate domain whole as pair check ((value).n is distinct from 7);"
-
-KINDS: dict[str, Kind] = {
-    "int": Kind(("0", "1", "2", "3", "4", "5", "-1")),
-    "bigint": Kind(("0", "1", "2", "3", "7", "9000000000")),
-    "smallint": Kind(("0", "1", "2", "3", "9"), ("70000",)),
-    "text": Kind(("'a'", "'b'", "'c'", "''", "'Ab'", "'it''s'")),
-    "varchar(4)": Kind(("'a'", "'bb'", "'ccc'"), ("'toolong'",)),
-    "char(3)": Kind(("'a'", "'a  '", "'bcd'"), ("'toolong'",)),
-    "numeric(6,2)": Kind(("0", "1.5", "2.25", "-3", "1.555"), ("99999",)),
-    "numeric": Kind(("0", "1.0", "1.00", "2.5", "'NaN'"), exact=False),
-    "float8": Kind(("0", "'-0'", "1.5", "'NaN'", "1e300"), exact=False),
-    "bool": Kind(("true", "false")),
-    "timestamptz": Kind(("'2026-01-15T09:00:00Z'", "'2025-12-31T23:59:59Z'", "now()")),
-    "timestamp(0)": Kind(("'2026-01-15T09:00:00'", "'2025-12-31T23:59:59.7'")),
-    "date": Kind(("'2026-01-15'", "'2024-02-29'", "'infinity'")),
-    "interval": Kind(("'1 day'", "'24 hours'", "'1 month'"), exact=False),
-    "jsonb": Kind(("""'{"a": 1}'""", "'[1, 2]'", "'null'", """'{"b": {"c": "x"}}'""")),
-    "json": Kind(("""'{"a":  1}'""", "'[1,2]'"), ("'{'",), equal=False, ordered=False, construct="json"),
-    "int[]": Kind(("'{1,2}'", "'{}'", "array[3]", "'{NULL}'", "'[0:1]={1,2}'")),
-    "text[]": Kind(("'{a,b}'", "'{}'", "array['a', null]")),
-    "bytea": Kind((r"'\x00ff'", r"'\x'", r"'\x0a'"), construct="bytea"),
-    "uuid": Kind(("'00000000-0000-0000-0000-000000000001'", "'00000000-0000-0000-0000-000000000002'")),
-    "inet": Kind(("'10.0.0.1'", "'10.0.0.1/32'", "'10.0.0.0/8'")),
-    "bit(3)": Kind(("'101'", "'000'"), ("'1'",)),
-    "int4range": Kind(("'[1,3)'", "'[1,2]'", "'empty'", "'(,5)'"), ("'[3,1]'",)),
-    "tsvector": Kind(("'a b'", "'b:1A a:2'"), construct="tsvector"),
-    "point": Kind(("'(1,2)'", "'(0,0)'"), equal=False, ordered=False, construct="point"),
-    "mood": Kind(("'sad'", "'ok'", "'happy'"), ("'furious'",), prelude=_MOOD),
-    "mood[]": Kind(("'{sad}'", "'{}'", "'{ok,NULL}'"), prelude=_MOOD),
-    "score": Kind(("1", "2", "5"), ("-1",), prelude=_SCORE),
-    "pair": Kind(("'(1,a)'", "'(1,b)'", "'(,)'", "row(2, 'x y')"), construct="composite type", prelude=_PAIR),
-    "pair[]": Kind((r"""'{"(1,a)"}'""", "'{}'"), construct="array of composite type", prelude=_PAIR),
-    "tags": Kind(("'{a}'", "'{a,b}'", "'{}'"), ("'{1,2,3,4}'",), construct="domain over an array", prelude=_TAGS),
-    "grade": Kind(("1", "2", "5"), ("-1", "9"), construct="domain over a domain", prelude=_GRADE),
-    "calm": Kind(
-        ("'sad'", "'ok'"), ("'happy'",), equal=False, ordered=False, construct="domain over an enum", prelude=_CALM
-    ),
-    "word": Kind(("'a'", "'b'", "'Ab'"), ("'no'", "null"), construct="domain that is NOT NULL", prelude=_WORD),
-    "whole": Kind(("'(1,a)'", "'(,)'"), ("'(7,a)'",), construct="domain over a composite type", prelude=_WHOLE),
-    "box_of": Kind(
-        (r"""'("(1,a)",{1})'""", "'(,)'", "row(row(1, 'a'), array[2])"),
-        construct="composite type in a composite type",
-        prelude=_BOX,
-    ),
-    "int4multirange": Kind(("'{[1,3),[5,7)}'", "'{}'"), ("'{[3,1]}'",), construct="multirange"),
-    "time": Kind(("'09:00'", "'23:59:59.5'")),
-    "span": Kind(("'[1,2]'", "'empty'", "'[1.0,2]'"), exact=False, construct="range type of its own", prelude=_SPAN),
-}
-LITERALS = {name: kind.literals for name, kind in KINDS.items()}
 KEY_TYPES = ("int", "int", "int", "text", "text", "bigint", "uuid", "date", "numeric", "varchar(4)", "mood", "score")
 ACTIONS = ("no action", "restrict", "cascade", "set null", "set default")
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
@@ -101,7 +24,6 @@ _NEVER_NULL = ("word",)
 """A subquery without rows gives such a column a null that no dump could bring back, so the column says it too."""
 _WIDER = {"int": "bigint", "bigint": "int", "smallint": "int", "varchar(4)": "text"}
 """A type that a foreign key may have in place of the key's own."""
-NUMBERS = ("int", "bigint", "smallint", "numeric(6,2)", "numeric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +100,12 @@ class Table:
 
     def order(self, alias: str) -> str:
         """A total order of the rows, up to equal ones."""
-        return ", ".join(f"{alias}.{k}" for k in self.key) if self.key else f"{alias}::text"
+        return ", ".join(f"{alias}.{k}" for k in self.key) if self.tells_apart else f"{alias}::text"
+
+    @property
+    def tells_apart(self) -> bool:
+        """Its key is one at all times, not only when the call commits."""
+        return self.key in self.candidates
 
     @property
     def ddl(self) -> str:
@@ -198,6 +125,10 @@ class Schema:
     sequences: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
     """Expressions that call functions of the schema."""
+    near: tuple[Table, ...] = ()
+    """Tables that the statements of one program are about; none is all of them."""
+    weights: Mapping[str, int] = field(default_factory=dict)
+    """How often the program draws each kind of statement."""
 
     @property
     def ddl(self) -> str:
@@ -206,24 +137,44 @@ class Schema:
         parts += [line for t in self.tables for line in t.after]
         return "\n".join([*parts, *self.after]) + "\n"
 
+    @property
+    def busy(self) -> tuple[Table, ...]:
+        return self.near or self.tables
+
     def table(self, name: str) -> Table:
         return next(table for table in self.tables if table.name == name)
 
+    def referring(self, table: Table) -> list[tuple[Table, Reference]]:
+        """Foreign keys that point at the table, each with the table that has it."""
+        return [(other, r) for other in self.tables for r in other.references if r.table == table.name]
+
 
 class Draw:
-    """A source of chance that knows which constructs are taken."""
+    """A source of chance that knows which constructs are taken, and how fond of each this schema is.
+
+    Swarm testing: a schema does without some constructs and draws others over and over. Were all drawn evenly, two of
+    them would rarely meet on one table.
+    """
 
     def __init__(self, number: int, taken: frozenset[str]) -> None:
-        self.random = Random(number)
+        swarm = Random(f"{number} swarm")
+        self.fond = {construct: swarm.choice((0, 1, 1, 4)) for construct in sorted(taken)}
         self.taken = taken
+        order = Random(f"{number // 4} types").sample(all_ := types(self), len(all_))
+        self.palette = [*order[number % 4 :: 4], *_USUAL]
+        """Types of plain columns: few, so that columns of several tables go together; four schemas have all."""
+        self.actions = swarm.sample(ACTIONS, 2)
+        """Of foreign keys."""
+        self.random = Random(number)
 
     def chance(self, share: float, construct: str = "") -> bool:
-        return self.random.random() < share and (not construct or construct in self.taken)
+        fond = self.fond.get(construct, 0) if construct else 1
+        return self.random.random() < 1 - (1 - share) ** fond
 
     def one(self, *options: str | tuple[str, str]) -> str:
-        """Of options, those given as (text, construct) only if that is taken."""
-        usable = [o if isinstance(o, str) else o[0] for o in options if isinstance(o, str) or o[1] in self.taken]
-        return self.random.choice(usable)
+        """Of options, those given as (text, construct) as often as the schema is fond of that."""
+        weighed = [(o, 1) if isinstance(o, str) else (o[0], self.fond.get(o[1], 0)) for o in options]
+        return self.random.choice([text for text, weight in weighed for _ in range(weight)])
 
 
 def types(draw: Draw, among: Iterable[str] = KINDS) -> list[str]:
@@ -236,16 +187,16 @@ def schema(number: int, taken: frozenset[str] = frozenset()) -> Schema:
 
     draw = Draw(number, taken)
     tables: list[Table] = []
-    names = NAMES[: draw.random.randint(3, 8)]
+    names = NAMES[: draw.random.choice((3, 3, 3, 4, 4, 5, 6, 8))]
     for name in names:
         tables.append(_table(draw, name, tables))
-    circles = [(a, b) for a in tables for b in tables if a is not b and _reaches(tables, b, a) and b.candidates]
+    circles = [(a, b) for a in tables for b in tables if a is not b and reaches(tables, b, a) and b.candidates]
     if circles and draw.chance(0.6, "cycle of FOREIGN KEYs"):
         _reference(draw, *draw.random.choice(circles), 9, later=True)
     return code(draw, Schema(number, taken, tuple(tables)))
 
 
-def _reaches(tables: list[Table], start: Table, end: Table) -> bool:
+def reaches(tables: Sequence[Table], start: Table, end: Table) -> bool:
     """Whether rows of `start` refer to rows of `end`, or to rows that do."""
     seen, waiting = set[str](), [start.name]
     while waiting:
@@ -265,7 +216,7 @@ def _table(draw: Draw, name: str, earlier: list[Table]) -> Table:
     _uniques(draw, table)
     _checks(draw, table)
     others = [t for t in (*earlier, *earlier, table) if t.candidates]
-    for i in range(draw.random.choice((0, 1, 1, 2))):
+    for i in range(draw.random.choice((0, 1, 1, 2, 2))):
         if others:
             _reference(draw, table, draw.random.choice(others), i)
     _indexes(draw, table)
@@ -309,7 +260,7 @@ def _key(draw: Draw, table: Table) -> None:
 
 def _plain_column(draw: Draw, name: str) -> Column:
     random = draw.random
-    type_ = random.choice([*types(draw), *_USUAL])
+    type_ = random.choice(draw.palette)
     parts = []
     if type_ == "text" and draw.chance(0.2, "COLLATE"):
         parts.append('collate "C"')
@@ -449,12 +400,12 @@ def _reference(draw: Draw, table: Table, target: Table, i: int, *, later: bool =
     full = draw.one("", "", "", (" match full", "FOREIGN KEY match full"))
     actions = ""
     if random.random() < 0.8:
-        action = random.choice(ACTIONS)
-        if action.startswith("set") and len(names) > 1 and draw.chance(0.5, "FOREIGN KEY set null (columns)"):
+        action = random.choice(draw.actions)
+        if action.startswith("set") and len(names) > 1 and draw.chance(0.7, "FOREIGN KEY set null (columns)"):
             action += f" ({names[-1]})"
         actions += f" on delete {action}"
     if random.random() < 0.8:
-        actions += f" on update {random.choice(ACTIONS)}"
+        actions += f" on update {random.choice(draw.actions)}"
     when = draw.one("", "", "", (" deferrable", "FOREIGN KEY deferrable"),
                     (" deferrable initially deferred", "FOREIGN KEY initially deferred"))  # fmt: skip
     text = f"foreign key ({', '.join(names)}) references {target.name} ({', '.join(columns)}){full}{actions}{when}"

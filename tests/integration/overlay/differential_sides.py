@@ -93,6 +93,8 @@ class Plain:
         self._made = 0
         self._free: list[str] = []
         self._columns: dict[str, list[str]] = {}
+        self._steps: dict[str, int] | None = None
+        """Of each sequence, once a copy is made."""
 
     async def make(self) -> str:
         """An empty copy of the schema."""
@@ -107,6 +109,9 @@ class Plain:
                 f"create function {name}.now() returns timestamptz stable parallel safe "
                 f"return '{CLOCK}'::timestamptz; {self.ddl}"
             )
+        if self._steps is None:
+            steps = "select sequencename, increment_by from pg_sequences where schemaname = $1"
+            self._steps = dict(await self.conn.fetch(steps, name))
         return name
 
     @asynccontextmanager
@@ -159,6 +164,8 @@ class Plain:
 
     async def sequences(self, name: str) -> Sequences:
         """State of each sequence: a failed statement gives it back, a dump carries it."""
+        if self._steps == {}:
+            return ()
         rows = await self.conn.fetch(
             """
             select c.relname, s.last_value, s.is_called
@@ -177,9 +184,7 @@ class Plain:
 
     async def counters(self, name: str) -> dict[str, int]:
         """The number each sequence handed out last, as the overlay keeps it."""
-        steps = dict(
-            await self.conn.fetch("select sequencename, increment_by from pg_sequences where schemaname = $1", name)
-        )
+        steps = self._steps or {}
         return {s: value if called else value - steps[s] for s, value, called in await self.sequences(name)}
 
     async def dump(self, name: str) -> Dump:

@@ -3,7 +3,7 @@
 from random import Random
 
 from tests.integration.overlay.differential_openness import Openness
-from tests.integration.overlay.differential_schema import Column, Schema, Table
+from tests.integration.overlay.differential_schema import Column, Reference, Schema, Table
 
 FRESH = {
     "int": "{}",
@@ -40,9 +40,14 @@ def literal(random: Random, column: Column, null: float = 0.15) -> str:
     return random.choice(kind.bad if kind.bad and random.random() < 0.05 else kind.good)
 
 
-def inserted(random: Random, schema: Schema, table: Table, column: Column) -> str:
-    """A value for a new row: of a key often a fresh one, of a reference often one that is there."""
+def inserted(random: Random, schema: Schema, table: Table, column: Column, row: int = 0, meets: bool = False) -> str:
+    """A value for a new row: of a key often a fresh one, of a reference often one that is there.
+
+    `row` says which row that is there it refers to, and, where it `meets` one, whose keys it has.
+    """
     key = column.name in table.at_once | set(table.key)
+    if key and meets and not column.generated:
+        return f"(select z.{column.name} from {table.name} z order by {table.order('z')} limit 1 offset {row})"
     if random.random() < (0.7 if column.generated else 0.01 if key else 0.06):
         return "default"
     if key and column.type in FRESH and random.random() < 0.75:
@@ -51,8 +56,13 @@ def inserted(random: Random, schema: Schema, table: Table, column: Column) -> st
         if column.name in reference.columns and random.random() < 0.7:
             target = reference.target[reference.columns.index(column.name)]
             order = ", ".join(f"p.{name}" for name in reference.target)
-            return f"(select p.{target} from {reference.table} p order by {order} limit 1)"
+            return f"(select p.{target} from {reference.table} p order by {order} limit 1 offset {row})"
     return literal(random, column, null=0.01 if column.name in table.key else 0.3 if key else 0.1)
+
+
+def some_row(random: Random) -> int:
+    """The number of a row that may be there."""
+    return random.choice((0, 0, 0, 0, 1, 1, 2, 3))
 
 
 def returning(random: Random, table: Table, old_new: bool = False, alias: str = "") -> str:
@@ -92,7 +102,7 @@ def assignments(random: Random, schema: Schema, table: Table, alias: str) -> tup
 
 def _new_value(random: Random, schema: Schema, table: Table, column: Column, alias: str) -> str:
     name = f"{alias}.{column.name}"
-    other = random.choice(schema.tables)
+    other = random.choice(schema.busy)
     options = [literal(random, column), literal(random, column), name]
     if not column.identity:  # numbers drawn for several rows depend on their order
         options.append("default")
@@ -146,6 +156,8 @@ def condition(random: Random, schema: Schema, table: Table, alias: str) -> str:
             f"exists (select from {reference.table} p where {match_})",
             f"not exists (select from {reference.table} p where {match_})",
         ]
+    if children := schema.referring(table):
+        options += [_referred(*random.choice(children), alias)] * 2
     options += [
         f"{alias}.{k} = (select min(z.{k}) from {table.name} z)"
         for k in table.key[:1]
@@ -162,9 +174,24 @@ def where(random: Random, schema: Schema, table: Table, alias: str) -> str:
     return " where " + joiner.join(f"({condition(random, schema, table, alias)})" for _ in range(count))
 
 
-def one_row(table: Table, random: Random) -> str:
-    parts = [f"{table.name}.{k} = {random.choice(table.column(k).kind.good[:4])}" for k in table.key]
-    return " where " + " and ".join(parts)
+def one_row(random: Random, schema: Schema, table: Table) -> str:
+    """WHERE, for one row at most: by value, or one that is there, or one that others refer to."""
+    if random.random() < 0.3:
+        parts = [f"{table.name}.{k} = {random.choice(table.column(k).kind.good[:4])}" for k in table.key]
+        return " where " + " and ".join(parts)
+    children = schema.referring(table)
+    some = ""
+    if children and random.random() < 0.5:
+        some = f" where {_referred(*random.choice(children), 'z')}"
+    mine, found = (", ".join(f"{alias}.{k}" for k in table.key) for alias in (table.name, "z"))
+    query = f"select {found} from {table.name} z{some} order by {found} limit 1 offset {some_row(random)}"
+    return f" where ({mine}) = ({query})"
+
+
+def _referred(child: Table, reference: Reference, alias: str) -> str:
+    """That rows of the child refer to the row."""
+    match_ = " and ".join(f"c.{c} = {alias}.{t}" for c, t in zip(reference.columns, reference.target, strict=True))
+    return f"exists (select from {child.name} c where {match_})"
 
 
 def join(random: Random, table: Table, alias: str, other: Table, other_alias: str) -> str:
@@ -177,7 +204,7 @@ def join(random: Random, table: Table, alias: str, other: Table, other_alias: st
     ]
     if links and random.random() < 0.6:
         a, b = random.choice(links)
-    elif pairs and random.random() < 0.8:
+    elif pairs and random.random() < (0.8 if table.key else 0.5):  # rows that look alike, met several times
         a, b = random.choice(pairs)
     else:
         return "true"
@@ -195,7 +222,14 @@ def openness(schema: Schema, table: Table, moves: bool, sets: str) -> Openness:
     return Openness.KEY_SHIFT if moves else Openness.FIRST_FAILURE
 
 
+def of_one_row(schema: Schema, table: Table) -> Openness:
+    """Of a statement that writes one row: actions of foreign keys may go to several."""
+    if table.tells_apart and not any(reference.acts for _, reference in schema.referring(table)):
+        return Openness.EXACT
+    return Openness.EVENT_ORDER if cascades(schema, table) else Openness.FIRST_FAILURE
+
+
 def cascades(schema: Schema, table: Table) -> bool:
     """Whether rows that leave may change other rows before some foreign key is checked."""
-    acting = any(r.acts for other in schema.tables for r in other.references if r.table == table.name)
+    acting = any(r.acts for _, r in schema.referring(table))
     return acting and any(r.checks for other in schema.tables for r in other.references)
