@@ -70,13 +70,17 @@ def on_write(state: str, visible: str, catalog: Catalog, table: Table, *, update
         if update:
             olds = ", ".join(f"old.{ident(c)}" for c in foreign.columns)
             conditions.append(f"row({listed}) is distinct from row({olds})")
-        parent = catalog.table(foreign.parent)
-        unsure = ""
-        if not foreign.deferrable:  # else whatever else is queued before it is due may be told first
-            mixed = f"num_nulls({listed}) > 0 or " if foreign.match_full else ""
-            unsure = f"{mixed}{_SEVERAL} or not {probes.parent_row(state, parent, foreign, values)}"
+        mixed = f"num_nulls({listed}) > 0 or " if foreign.match_full else ""
+        missing = f"not {probes.parent_row(state, catalog.table(foreign.parent), foreign, values)}"
+        # What is deferrable is queued in any case: else whatever else is queued before it is due may be told first.
+        unsure = "" if foreign.deferrable else f"{mixed}{_SEVERAL} or {missing}"
         queued = enqueue(state, table, foreign.number, "c", "null", "new::text")
         lines.append(nested(f"perform {queued};", " and ".join(conditions), unsure))
+        if update and not table.row and not set(table.identity) <= set(foreign.columns):
+            # An event that still waits for the row knows it by its old key, and would find it gone.
+            conditions[-1] = f"row({listed}) is not distinct from row({olds})"
+            conditions.append(changed(table, table.identity, "old", "new"))
+            lines.append(nested(f"perform {queued};", " and ".join(conditions), f"{mixed}{missing}"))
     return "".join(lines)
 
 

@@ -220,3 +220,29 @@ def test_a_statement_trigger_that_cascades_would_fire_is_refused(compare: Compar
     rows = ["insert into parent values (1), (2), (3)", "insert into child values (1, 1), (2, 2), (3, 3)"]
     with pytest.raises(UnsupportedSchema, match="statement trigger on a table that foreign keys act on"):
         compare(ddl, ["parent", "child", "log"], rows, [call("delete from parent where id < 3")])
+
+
+@pytest.mark.parametrize("when", ["deferrable initially deferred", "match full deferrable initially deferred"])
+def test_a_deferred_foreign_key_of_a_row_whose_own_key_changes_before_the_commit(compare: Compare, when: str) -> None:
+    ddl = f"""create table parent (id int primary key);
+    create table child (id int primary key, r int references parent {when}, note text);"""
+    dangling = "insert into child values (1, 7, 'a')"
+    moved = "update child set id = 2 where id = 1"
+    steps = [
+        call(dangling, moved),
+        call(dangling, "update child set note = 'b'", moved, "insert into parent values (7)"),
+        Checkpoint(0),
+        call("update child set id = 3", "insert into child values (4, 8, 'c')", "update child set id = id + 5"),
+        call("update child set r = 9 where id = 2", "update child set id = 3 where id = 2"),
+    ]
+    compare(ddl, ["parent", "child"], [], steps)
+
+
+def test_a_foreign_key_of_a_row_whose_own_key_a_trigger_changes_before_it_is_checked(compare: Compare) -> None:
+    ddl = """create table parent (id int primary key);
+    create table child (id int primary key, r int references parent);
+    create function moved() returns trigger language plpgsql as
+      $$ begin update child set id = id + 10 where id = new.id; return null; end $$;
+    create trigger "A_moved" after insert on child for each row execute function moved();"""
+    steps = [call("insert into child values (1, 7)"), call("insert into child values (1, 5), (2, null)")]
+    compare(ddl, ["parent", "child"], ["insert into parent values (5)"], steps)
