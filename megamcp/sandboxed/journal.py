@@ -105,7 +105,7 @@ IMAGE_READY = """with made as (
     update megamcp.images set status = 'ready' where name = $1 and status = 'creating' returning name
 ) select name from made union all select name from megamcp.images where name = $1 and status = 'ready'"""
 STANDS_AS = "update megamcp.sandboxes set image = $2, seq = $3 where name = $1"
-CONDEMN_IMAGE = "update megamcp.images set status = 'dropping' where name = $1"
+CONDEMN_IMAGE = "update megamcp.images set status = 'dropping' where name = $1 and status = 'creating'"
 KEEP_POINT = "insert into megamcp.image_points (checkpoint, server, image) values ($1, $2, $3)"
 
 # After a rollback to checkpoint $2: a sandbox that stands there, and was asked nothing since, is kept; the others are

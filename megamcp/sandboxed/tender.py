@@ -80,6 +80,21 @@ class Tender:
         return parked
 
     async def _park_one(self, keeper: Client, name: str, rollout: str, server: str) -> bool:
+        made: list[str] = []
+        try:
+            if not await self._booked(keeper, name, rollout, server, made):
+                return False
+        except BaseException:
+            for image in made:
+                await asyncio.shield(self._store.value(sql.CONDEMN_IMAGE, image))
+            raise
+        await failpoint("park.booked")
+        await keeper.remove(name)
+        log.info("sandbox %s waits on disk", name)
+        return True
+
+    async def _booked(self, keeper: Client, name: str, rollout: str, server: str, made: list[str]) -> bool:
+        """Its image is what its rollout goes on from. `made` gets the name of one that was made for it."""
         async with self._store.transaction() as connection:
             # No call can begin while the rollout's row is locked. Where it is locked already it isn't idle.
             if not await connection.fetchval(sql.LOCK_IDLE_ROLLOUT, rollout):
@@ -92,12 +107,10 @@ class Tender:
             image = head["image"]
             if head["called"] or image is None:
                 image = await self._frozen(keeper, name)
+                made.append(image)
                 await failpoint("park.frozen")
                 await connection.execute(sql.IMAGE_READY, image)
             await connection.execute(sql.PARK, name, image)
-        await failpoint("park.booked")
-        await keeper.remove(name)
-        log.info("sandbox %s waits on disk", name)
         return True
 
     async def _frozen(self, keeper: Client, sandbox: str) -> str:

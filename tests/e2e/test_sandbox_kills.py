@@ -275,12 +275,12 @@ WAYS = ("kill", "error", "control")
 
 
 @asynccontextmanager
-async def house(folder: Path, **options: str) -> AsyncIterator[House]:
+async def house(folder: Path, toml: str = TOML, **options: str) -> AsyncIterator[House]:
     """A gateway that is stopped at the end, with nothing left of it."""
     folder.mkdir(mode=0o755)
     memo = folder / "memo"
     memo.mkdir()
-    (memo / "environment.toml").write_text(TOML)
+    (memo / "environment.toml").write_text(toml)
     shutil.copy(MODULES / "memo_server.py", memo)
     castle = Keep(
         folder,
