@@ -23,9 +23,9 @@ async def prepare(host: Host, environment: LoadedEnvironment, progress: Progress
         if server.process is None or server.config.command is None:
             continue
         try:
-            kind = await host.kind(server.process.runtime, entry=False)
+            kind = await host.kind(server.process.runtime, entry=False, image=server.process.image)
         except Unprocessable as error:
-            tell(f"{server.name}: {error.message}")
+            tell(f"{server.name}: {error.message} {error.hint or ''}".rstrip())
             continue
         keeper, _ = await host.keeper()
         tell(f"{server.name}: what {server.config.command} needs is got ready ({kind})")
