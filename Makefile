@@ -6,6 +6,8 @@ RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 SECONDS ?= 600
 CORES ?= $(shell getconf _NPROCESSORS_ONLN)
+# Tests wait for other processes for much of their time.
+WORKERS ?= $(shell expr $(CORES) + 1)
 
 .PHONY: install demo serve test lint format typecheck bench check fuzz soak clean
 
@@ -29,7 +31,7 @@ serve: $(RUN_STAMP)
 	$(BIN)/megamcp serve
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .

@@ -62,13 +62,18 @@ class Fortress:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
+        shelf = self.folder / "shelf"
+        if not shelf.exists():
+            shelf.mkdir()
+            (shelf / "environment.toml").write_text(SHELF_TOML)
+            shutil.copy(SHELF, shelf)
         with (self.folder / "gateway.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "megamcp", "serve", "--port", str(self.port)),
                 *("--data-dir", str(self.folder / "data"), "--workers", str(self.workers)),
                 env={
                     **os.environ,
-                    "MEGAMCP_ENVIRONMENTS": f'["{LEDGER}", "{self.folder / "shelf"}"]',
+                    "MEGAMCP_ENVIRONMENTS": f'["{LEDGER}", "{shelf}"]',
                     "MEGAMCP_BUNDLED_ENVIRONMENTS": "false",
                     "MEGAMCP_REAP_INTERVAL_S": "1",
                     "MEGAMCP_CALL_TIMEOUT_S": "20",
@@ -134,9 +139,6 @@ class Fortress:
 
 @asynccontextmanager
 async def fortress(folder: Path, workers: int) -> AsyncIterator[Fortress]:
-    (folder / "shelf").mkdir()
-    (folder / "shelf" / "environment.toml").write_text(SHELF_TOML)
-    shutil.copy(SHELF, folder / "shelf")
     made = Fortress(folder, free_port(), workers)
     await made.start()
     try:

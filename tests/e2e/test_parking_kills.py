@@ -53,7 +53,7 @@ async def agrees(house: House) -> None:
 @pytest.mark.timeout(0)
 async def test_a_sandbox_whose_way_to_the_disk_is_cut_off_is_there_all_the_same(scratch_folder: Path) -> None:
     idle = {"MEGAMCP_SANDBOX_PARK_S": "1", "MEGAMCP_DEDICATED_IDLE_S": "0.5"}
-    async with house(scratch_folder / "parking", CRIU, **idle) as made:
+    async with house(scratch_folder / "parking-kills", CRIU, **idle) as made:
         try:
             await made.begun()
         except Refused as refused:
