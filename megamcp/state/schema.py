@@ -45,7 +45,7 @@ from megamcp.state import clock as clocks
 from megamcp.state.names import LAYER, ROW, hidden, ident, literal
 from megamcp.state.queries import text
 
-COMPILER_VERSION = 21
+COMPILER_VERSION = 22
 MODULUS = 1 << 128
 
 

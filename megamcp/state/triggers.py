@@ -355,8 +355,10 @@ def updated(state: str, visible: str, catalog: Catalog, table: Table, touched: s
     write += "".join(_unique(state, visible, table, key, but=True, changed=True) for key in rest)
     if not table.row:
         moved = writes.once(state, table, "old", True) + touched
+        # An event that still waits for the row knows it by its old key: what is deferrable is looked at anew.
         moved += "".join(
-            _unique(state, visible, table, key, but=False, changed=not key.identifies) for key in table.keys
+            _unique(state, visible, table, key, but=False, changed=not (key.identifies or key.deferrable))
+            for key in table.keys
         )
         moved += writes.new(state, table)
         stays = " and ".join(f"new.{ident(c)} = old.{ident(c)}" for c in table.identity)

@@ -238,6 +238,23 @@ def test_a_deferred_foreign_key_of_a_row_whose_own_key_changes_before_the_commit
     compare(ddl, ["parent", "child"], [], steps)
 
 
+@pytest.mark.parametrize("when", ["deferrable", "deferrable initially deferred"])
+def test_a_deferred_unique_key_of_a_row_whose_own_key_changes_before_the_commit(compare: Compare, when: str) -> None:
+    ddl = f"""create table t (id int primary key, a text unique {when}, n int unique nulls not distinct {when});
+    create table c (r int primary key references t on update cascade, b text unique {when});"""
+    rows = ["insert into t values (1, 'a', 1), (2, 'b', null)", "insert into c values (1, 'x'), (2, 'y')"]
+    steps = [
+        call("insert into t values (3, 'a', 3)", "update t set id = id + 10 where id = 3"),
+        call("set constraints all deferred", "update t set n = null where id = 1", "update t set id = 5 where id = 1"),
+        call("set constraints all deferred", "update c set b = 'x' where r = 2", "update t set id = 7 where id = 2"),
+        call("insert into t values (3, 'a', 3)", "update t set id = 4 where id = 3", "update t set a = 'c'"),
+        call("set constraints all deferred", "update t set a = 'b' where id = 1", "update t set id = 6 where id = 1",
+             "set constraints all immediate"),
+        call("update t set id = -id"),
+    ]  # fmt: skip
+    compare(ddl, ["t", "c"], rows, steps)
+
+
 def test_a_foreign_key_of_a_row_whose_own_key_a_trigger_changes_before_it_is_checked(compare: Compare) -> None:
     ddl = """create table parent (id int primary key);
     create table child (id int primary key, r int references parent);

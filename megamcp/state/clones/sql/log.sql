@@ -4,9 +4,10 @@
 -- removed. To undo is to subtract it. The sum doesn't depend on the order of the entries, and must not: where triggers
 -- change rows from within a statement, the inner change is logged before the outer one.
 --
--- A row's image is record_out of the whole row under fixed settings, with null in the place of generated columns, so
--- that equal rows have equal images and record_in gives the row back. Never `row::text`: a user may define that cast,
--- and these functions run with our rights. Partitions log in the shape and the name of their root.
+-- A row's image is record_out of the whole row under fixed settings, with null in the place of generated columns (but
+-- for stored ones of a domain, which may not take null), so that equal rows have equal images and record_in gives the
+-- row back. Never `row::text`: a user may define that cast, and these functions run with our rights. Partitions log in
+-- the shape and the name of their root.
 
 create schema megamcp;
 
@@ -56,10 +57,11 @@ create function megamcp.image(relation oid, alias text) returns text
 language sql stable set search_path = pg_catalog, pg_temp
 begin atomic
     select 'textin(record_out(row('
-           || coalesce(string_agg(case when a.attgenerated = '' then alias || '.' || quote_ident(a.attname) else 'null' end,
+           || coalesce(string_agg(case when a.attgenerated = '' or a.attgenerated = 's' and t.typtype = 'd'
+                                       then alias || '.' || quote_ident(a.attname) else 'null' end,
                                   ', ' order by a.attnum), '')
            || ')))'
-      from pg_attribute a
+      from pg_attribute a join pg_type t on t.oid = a.atttypid
      where a.attrelid = relation and a.attnum > 0 and not a.attisdropped;
 end;
 
