@@ -83,5 +83,8 @@ class Table(MutableMapping[str, Value]):
     def __len__(self) -> int:
         return len(self._where)
 
+    def __copy__(self) -> "Table[Value]":
+        return Table(self)
+
     def __repr__(self) -> str:
         return f"Table({dict(self)!r})"

@@ -1,5 +1,6 @@
 """A table packs as a dict of the same does, and only what was touched is packed anew."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -54,6 +55,15 @@ def test_a_call_packs_what_it_touched() -> None:
     assert "k7" in table
     assert [key for group in table.groups if group.piece is None for key in group.items].count("k500") == 1
     assert sum(group.piece is None for group in table.groups) == 1
+
+
+def test_what_is_done_to_a_copy_leaves_the_table_as_it_was() -> None:
+    table = Table({"a": {"number": 1}, "b": {"number": 2}})
+    for copied in (copy.copy(table), copy.deepcopy(table)):
+        copied["c"] = {"number": 3}
+        del copied["a"]
+        assert list(copied) == ["b", "c"]
+    assert dict(table) == {"a": {"number": 1}, "b": {"number": 2}}
 
 
 @pytest.mark.parametrize("bad", [{"here": {1}}, float("nan"), {1: 2}])
