@@ -29,7 +29,7 @@ from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NoCap
 from megamcp.failpoints import failpoint
 from megamcp.handles import Signer
 from megamcp.settings import Settings
-from megamcp.state.clones import CallRow, Cluster, Inside, Standing
+from megamcp.state.clones import CallRow, Cluster, Disk, Inside, Standing
 from megamcp.store import Store, translated
 
 log = logging.getLogger(__name__)
@@ -287,9 +287,13 @@ class Databases:
         await failpoint("database.planned")
         return made
 
-    async def _demand_space(self, cluster: Cluster) -> None:
+    async def _full_disk(self, cluster: Cluster) -> Disk | None:
+        """The cluster's file system where no copy is begun any more."""
         disk = await cluster.disk()
-        if disk is not None and disk.free < self._settings.disk_reserve:
+        return disk if disk is not None and disk.free < self._settings.disk_reserve else None
+
+    async def _demand_space(self, cluster: Cluster) -> None:
+        if disk := await self._full_disk(cluster):
             raise NoCapacity(
                 f"The state cluster's file system has {disk.free >> 20} MB left, below the reserve of"
                 f" {self._settings.disk_reserve >> 20} MB.",
@@ -378,7 +382,12 @@ class Databases:
         return {**known, point.database: after, sealed: after}, last_call
 
     async def _is_far(self, inside: Inside, cluster: Cluster, position: int, sealed_position: int | None) -> bool:
-        """Whether a copy of what is sealed before a position gets there sooner than undoing what came after it."""
+        """Whether a copy of what is sealed before a position gets there sooner than undoing what came after it.
+
+        Not where the disk has no room for one.
+        """
+        if await self._full_disk(cluster):
+            return False
         base = 0 if sealed_position is None or sealed_position > position else sealed_position
         return await inside.is_far(position, base, shared=cluster.reflink)
 

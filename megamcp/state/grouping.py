@@ -184,9 +184,31 @@ def _grouped(item: pb.Node, select: pb.SelectStmt, ranges: Sequence[_Range]) -> 
     if len(names) == 1 and not any(names[0] in one.columns for one in ranges):
         outputs = [one.res_target.val for one in select.target_list if one.res_target.name == names[0]]
         names = _column(outputs[0]) if outputs else []
-    if len(names) == 1:  # of several in a join USING it, the first
-        return next(((one.alias, names[0]) for one in ranges if names[0] in one.columns), None)
+    joins = postgast.find_nodes(select, pb.JoinExpr)
+    if len(names) == 2 and any(join.join_using_alias.aliasname == names[0] for join in joins):
+        del names[0]
+    if len(names) == 1:
+        columns = {one.alias: one.columns for one in ranges}
+        held = (_holder(one, names[0], columns) for one in select.from_clause)
+        return next(((alias, names[0]) for alias in held if alias is not None), None)
     return (names[-2], names[-1]) if names else None
+
+
+def _holder(item: pb.Node, column: str, columns: Mapping[str, Sequence[str]]) -> str | None:
+    """The alias whose column a name without one means; None: there is none of this name.
+
+    Of two in a join USING it, that is the one which is never padded with nulls; in a FULL join neither ("").
+    """
+    if item.HasField("join_expr"):
+        join = item.join_expr
+        left, right = (_holder(side, column, columns) for side in (join.larg, join.rarg))
+        if left is None or right is None:
+            return right if left is None else left
+        if join.jointype == pb.JOIN_FULL:
+            return ""
+        return right if join.jointype == pb.JOIN_RIGHT else left
+    alias = item.range_var.alias.aliasname or item.range_var.relname
+    return alias if column in columns.get(alias, ()) else None
 
 
 def _column(item: pb.Node) -> list[str]:

@@ -149,13 +149,14 @@ class Rewriter:
         if not tree.stmts:
             return sql
         node = tree.stmts[0].stmt
-        statement = getattr(node, node.WhichOneof("node"))
         if node.HasField("truncate_stmt"):
-            return await self._truncate(statement, fetch, path)
+            return await self._truncate(node.truncate_stmt, fetch, path)
         if node.HasField("constraints_set_stmt"):
-            return await self._constraints(statement, fetch)
+            return await self._constraints(node.constraints_set_stmt, fetch)
         changed = not read_only and await locks.unlocked(tree, sql, fetch)
         changed = await self._grouping.extend(tree, sql, fetch, path) or changed
+        node = tree.stmts[0].stmt  # another one where the clauses were extended
+        statement = getattr(node, node.WhichOneof("node"))
         parts: list[str] = []
         conflicts = False
         for item in statement.with_clause.ctes if hasattr(statement, "with_clause") else ():

@@ -143,6 +143,20 @@ async def test_much_is_not_undone_where_a_copy_of_before_is_at_hand(shop: Shop) 
     assert await name_of(shop, rollout) != name
 
 
+async def test_much_is_undone_where_the_disk_has_no_room_for_a_copy(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = await big(shop)
+    point = await shop.checkpoint(rollout)
+    expected, name = (await values(shop, rollout), await shop.digest(rollout)), await name_of(shop, rollout)
+    for _ in range(3):
+        await shop.run(rollout, MUCH)
+    monkeypatch.setattr(shop.services.settings, "disk_reserve", 1 << 60)
+    await shop.roll_back(rollout, point["id"])
+    assert (await values(shop, rollout), await shop.digest(rollout)) == expected
+    assert await name_of(shop, rollout) == name
+
+
 async def test_what_a_copy_of_before_does_not_lead_to_is_undone_however_much_it_is(shop: Shop) -> None:
     rollout = await big(shop)
     await shop.run(rollout, "create table mode (m text primary key)")

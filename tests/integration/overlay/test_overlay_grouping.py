@@ -65,6 +65,16 @@ def test_columns_that_hang_on_a_grouped_key_are_there(compare: Compare) -> None:
             "update c set word = x.name from (select a, b, name from p group by a, b) x"
             " where c.a = x.a and c.b = x.b returning c.*",
             "select p.name, c.word from p right join c using (a, b) group by c.id, p.a, p.b order by 1, 2",
+            "select p.name from c right join p using (a, b) group by a, b order by 1",
+            "select p.name from p natural left join c group by a, b order by 1",
+            "select p.name from p full join c using (a, b) group by a, b order by 1",
+            "select p.name from p join c using (a, b) as u group by u.a, u.b order by 1",
+            "select q.name from p right join p q using (a, b) group by a, b order by 1",
+            "select p.name from p right join p q using (a, b) group by a, b order by 1",
+            "insert into c select a * 10 + b, a, b, name from p group by a, b on conflict (id)"
+            " do update set word = excluded.word returning *",
+            "with w as (insert into c select 11, a, b, name from p group by a, b on conflict do nothing returning id)"
+            " select name, (select count(*) from w) from p group by a, b order by 1",
             "select p.name from p, lateral (select word from c where c.a = p.a) l group by p.a, p.b order by 1",
             "with p as (select 1 as a, 2 as b, 3 as name) select name from p group by a, b",
             "select name from p group by a",
