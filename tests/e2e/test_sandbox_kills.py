@@ -23,6 +23,7 @@ import asyncpg
 import psutil
 import pytest
 
+from megamcp.outages import DRIVER
 from megamcp.sandboxed.own import socket_path
 from sandboxes.client import Client
 from tests.e2e.siege import Keep
@@ -138,7 +139,7 @@ class House:
         end = time.monotonic() + 30
         while True:
             await self.castle.raise_again()
-            with contextlib.suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            with contextlib.suppress(*DRIVER):
                 if await self.ask(query, *arguments):
                     return
             assert time.monotonic() < end, query
