@@ -43,7 +43,7 @@ from megamcp.dataplane.ports import (
 from megamcp.definitions import DSN, DocumentConfig
 from megamcp.demands import no_rollout
 from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
-from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NotFound, Unprocessable
+from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NotFound, Unprocessable, UpstreamError
 from megamcp.handles import Mode, Signer, fingerprint
 from megamcp.migrate import migrate
 from megamcp.rollouts import Rollouts
@@ -413,11 +413,20 @@ class Control:
                         hint="Look at the tool's state, then call again with a new key.",
                     )
 
-    async def call_outcome(self, intent: Intent, result: bytes, is_error: bool, *, answered: bool) -> int:
+    async def call_outcome(
+        self, intent: Intent, result: bytes, is_error: bool, *, answered: bool, sandbox: str | None = None
+    ) -> int:
         assert isinstance(intent, _Intent)
-        current = await self._store.value(
-            sql.CALL_OUTCOME, intent.rollout, intent.id, intent.nonce, result.decode(), is_error, answered
-        )
+        outcome = intent.rollout, intent.id, intent.nonce, result.decode(), is_error, answered
+        if sandbox is None:
+            current = await self._store.value(sql.CALL_OUTCOME, *outcome)
+        else:
+            current = await self._store.value(sql.CALL_OUTCOME_IN, *outcome, sandbox)
+        if current is None:
+            raise UpstreamError(
+                "The sandbox of the tool server ended right after its answer, and what the call did with it.",
+                code="tool_server_lost",
+            )
         if not current:
             raise await self._moved_on(intent.rollout)
         return intent.id

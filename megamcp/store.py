@@ -282,6 +282,10 @@ CALL_INTENT = """select found_state, result, is_error, seq
 # The row after the call; false when the rollout was rolled back or released meanwhile.
 CALL_OUTCOME = "select megamcp.call_outcome($1, $2, $3, $4, $5, case when $6 then 'done' else 'failed' end)"
 
+# The same of a sandbox's answer; no row where it was replaced. Its row is locked: who would replace it sees the answer.
+CALL_OUTCOME_IN = f"""with held as (select 1 from megamcp.sandboxes s where s.name = $7 for key share)
+{CALL_OUTCOME} from held"""
+
 # What every request of the data plane asks first.
 ROLLOUT_EPOCH = "select environment, epoch, status from megamcp.rollouts where id = $1"
 

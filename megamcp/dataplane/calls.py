@@ -278,7 +278,7 @@ class Calls:
                 raise asyncio.CancelledError
             run.exchanging = True
             async with asyncio.timeout_at(deadline):
-                reply = await _until_seen(way, call, progress)
+                reply, sandbox = await _until_seen(way, call, progress)
             run.exchanging = False
         except TimeoutError:
             way.seems_stuck()
@@ -290,12 +290,14 @@ class Calls:
         except MegaMCPError as other:
             error = other
         else:
+            result, is_error = reply.body, reply.failed or wire.is_tool_error(reply.body)
             if reply.failed:
-                _, message, _ = wire.peek_error(reply.body)
-                await self._control.call_outcome(intent, wire.error_as_result(reply.body, message), True, answered=True)
-            else:
-                await self._control.call_outcome(intent, reply.body, wire.is_tool_error(reply.body), answered=True)
-            return reply
+                result = wire.error_as_result(reply.body, wire.peek_error(reply.body)[1])
+            try:
+                await self._control.call_outcome(intent, result, is_error, answered=True, sandbox=sandbox)
+                return reply
+            except UpstreamError as gone:
+                error = gone
         run.exchanging = False
         await self._fail(intent, error)
         raise error
@@ -328,18 +330,18 @@ class Calls:
             await asyncio.wait(self._settling)
 
 
-async def _until_seen(way: Way, call: ToolCall, progress: Progress | None) -> wire.Reply:
-    """Sends a call until a server has seen it, which happens at most once."""
+async def _until_seen(way: Way, call: ToolCall, progress: Progress | None) -> tuple[wire.Reply, str | None]:
+    """Sends a call until a server has seen it, which happens at most once. Its answer, and the sandbox that gave it."""
     for _ in range(_UNSEEN_TRIES):
         upstream = await way.upstream()
         try:
-            return await upstream.call(call, progress=progress)
+            return await upstream.call(call, progress=progress), upstream.sandbox
         except UpstreamLost as error:
             if error.sent or not way.comes_back:
                 raise
             await way.lost()
     upstream = await way.upstream()
-    return await upstream.call(call, progress=progress)
+    return await upstream.call(call, progress=progress), upstream.sandbox
 
 
 class _Run:

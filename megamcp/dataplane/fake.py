@@ -178,7 +178,9 @@ class FakeControl:
         self.journal.append(Entry(rollout.id, server, tool, arguments, idempotency_key))
         return Intent(len(self.journal) - 1)
 
-    async def call_outcome(self, intent: Intent, result: bytes, is_error: bool, *, answered: bool) -> int:
+    async def call_outcome(
+        self, intent: Intent, result: bytes, is_error: bool, *, answered: bool, sandbox: str | None = None
+    ) -> int:
         self._reach()
         entry = self.journal[intent.id]
         entry.result, entry.is_error = result, is_error

@@ -268,11 +268,14 @@ class ControlPort(Protocol):
         """
         ...
 
-    async def call_outcome(self, intent: Intent, result: bytes, is_error: bool, *, answered: bool) -> int:
+    async def call_outcome(
+        self, intent: Intent, result: bytes, is_error: bool, *, answered: bool, sandbox: str | None = None
+    ) -> int:
         """Records the outcome, durable when it returns; gives the journal position. `answered`: it is the server's own
-        answer, and not what became of a call that has none.
+        answer, and not what became of a call that has none. `sandbox`: the one that gave it.
 
-        Raises Conflict when the rollout was rolled back meanwhile, Gone when it was released.
+        Raises Conflict when the rollout was rolled back meanwhile, Gone when it was released; UpstreamError, with
+        nothing recorded, when the sandbox has ended and another one took its place, which knows nothing of it.
         """
         ...
 

@@ -64,6 +64,9 @@ class Upstream(Protocol):
     cancelled) cancels it at the server.
     """
 
+    sandbox: str | None
+    """Name of the one that the server lives in."""
+
     async def call(
         self,
         call: ToolCall,

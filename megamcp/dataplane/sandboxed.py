@@ -168,6 +168,7 @@ class SandboxChild:
             printed=self._printed.line,
             used=self._used,
             list_changed=self._list_changed,
+            sandbox=self._target.sandbox,
         )
         self._life, self._client = life, client
         self._watching = asyncio.create_task(self._watch(life, client), name=f"watch {self._target.sandbox}")

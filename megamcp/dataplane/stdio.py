@@ -96,8 +96,10 @@ class StdioUpstream:
         printed: Callable[[bytes], None],
         used: Told | None,
         list_changed: Told | None,
+        sandbox: str | None = None,
     ) -> None:
         self.name = name
+        self.sandbox = sandbox
         self._running = running
         self._stdin = running.stdin
         self._stdout = running.stdout

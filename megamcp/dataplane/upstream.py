@@ -44,6 +44,8 @@ class _Session:
 class HttpUpstream:
     """A client of one server at one address. Owns its connections; `aclose` ends them."""
 
+    sandbox: str | None = None
+
     def __init__(
         self,
         name: str,

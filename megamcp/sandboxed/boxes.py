@@ -183,8 +183,10 @@ class Boxes:
         """One that is on disk, or that ended with nothing in it."""
         standing = await self._standing(rollout)
         name = _new_name("sb")
-        if await self._store.value(sql.REPLACE, head["name"], name, self._owner(), host) is None:
-            return None
+        async with self._store.transaction() as connection:
+            await connection.execute(sql.LOCK, head["name"])
+            if await connection.fetchval(sql.REPLACE, head["name"], name, self._owner(), host) is None:
+                return None
         kind = Kind(head["runtime"])
         return await self._start(keeper, rollout, name, kind, server, environment, head["image"], standing)
 

@@ -39,10 +39,12 @@ PLAN = """insert into megamcp.sandboxes (name, host, environment, server, runtim
                                          instructions, owner)
     values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) on conflict do nothing returning name"""
 
-# A sandbox that is not there (parked, or lost with nothing in it) is made again under another name.
-REPLACE = """update megamcp.sandboxes s set name = $2, status = 'creating', owner = $3, host = $4, reason = null,
+# A sandbox that is not there (parked, or lost with nothing in it) is made again under another name. Whoever books an
+# answer of it holds its row: that is locked first, so that the answer is seen.
+LOCK = "select 1 from megamcp.sandboxes where name = $1 for update"
+REPLACE = f"""update megamcp.sandboxes s set name = $2, status = 'creating', owner = $3, host = $4, reason = null,
     (modern, instructions) = (select i.modern, i.instructions from megamcp.images i where i.name = s.image and i.memory)
-    where name = $1 and status in ('parked', 'lost') returning name"""
+    where name = $1 and (status = 'parked' or status = 'lost' and not {_ANSWERED}) returning name"""
 
 # Ready, if the rollout still stands where it stood when it was begun.
 READY = """update megamcp.sandboxes s set status = 'ready', used_at = clock_timestamp()

@@ -1,6 +1,8 @@
 """Checkpoint, fork and rollback of a server that keeps its state in a process and in files."""
 
 import asyncio
+import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from megamcp import store as sql
 from megamcp.client import Conflict, Rollout, UpstreamError
 from megamcp.handles import new_id
+from megamcp.store import Store
 from tests.integration.sandboxed.conftest import Sandboxed, environment
 
 
@@ -86,6 +89,66 @@ async def test_a_sandbox_that_dies_is_told_until_its_rollout_goes_back(running: 
     await rollout.rollback(point)
     assert await seen(rollout) == ["kept"]
     assert "state_lost" in [event.kind for event in await rollout.events()]
+
+
+async def ended(running: Sandboxed, rollout: Rollout) -> None:
+    """SIGKILL of its sandbox; returns when that is booked."""
+    services = running.gateway.services
+    query = "select name from megamcp.sandboxes where rollout = $1 and status = $2"
+    name = await services.store.value(query, rollout.id, "ready")
+    keeper, _ = await services.tender._host.keeper()
+    (pid,) = [info.pid for info in (await keeper.inventory()).sandboxes if info.sandbox == name]
+    os.kill(pid, signal.SIGKILL)
+    while await services.store.value(query, rollout.id, "lost") != name:
+        await asyncio.sleep(0.01)
+
+
+async def test_an_answer_that_is_being_booked_when_its_sandbox_ends_is_not_lost_unsaid(running: Sandboxed) -> None:
+    rollout, store = await running.client.open("memo"), running.gateway.services.store
+    await rollout.call("put", key="a", value="kept")
+    point = await rollout.checkpoint()
+    call = asyncio.create_task(rollout.call("put", key="b", value="lost", pause=1))
+    lock = "select 1 from megamcp.events where rollout = $1 and state = 'running' for update"
+    waits = "select exists (select 1 from pg_stat_activity where $1 = any (pg_blocking_pids(pid)))"
+    async with store.transaction() as connection:
+        while not await connection.fetch(lock, rollout.id):
+            await asyncio.sleep(0.01)
+        own = await connection.fetchval("select pg_backend_pid()")
+        while not await store.value(waits, own):  # its answer is there
+            await asyncio.sleep(0.01)
+        await ended(running, rollout)
+        other = asyncio.create_task(rollout.call("put", key="c", value="of the next one"))
+        await asyncio.wait({other}, timeout=2)
+    assert (await call).structured == {"result": 2}
+    with pytest.raises(Conflict) as told:
+        await other
+    assert told.value.code == "state_lost"
+    await rollout.rollback(point)
+    assert (await rollout.call("items")).structured == {"a": "kept"}
+
+
+async def test_an_answer_that_is_booked_after_its_sandbox_was_made_again_is_not_given(
+    running: Sandboxed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout, store = await running.client.open("notes"), running.gateway.services.store
+    arrived, go, value = asyncio.Event(), asyncio.Event(), store.value
+
+    async def late(query: str, *arguments: Any) -> Any:
+        if query == sql.CALL_OUTCOME_IN and "first" in arguments[3]:
+            arrived.set()
+            await go.wait()
+        return await value(query, *arguments)
+
+    monkeypatch.setattr(Store, "value", lambda self, *arguments: late(*arguments))
+    call = asyncio.create_task(rollout.call("add", text="first", idempotency_key="k"))
+    await arrived.wait()
+    await ended(running, rollout)
+    await rollout.call("add", text="second")
+    go.set()
+    for again in (call, rollout.call("add", text="first", idempotency_key="k")):
+        with pytest.raises(UpstreamError, match="ended right after its answer"):
+            await again
+    assert await seen(rollout) == ["second"]
 
 
 async def test_a_tool_whose_call_is_left_is_stopped_and_its_sandbox_lives_on(running: Sandboxed) -> None:
