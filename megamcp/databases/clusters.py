@@ -116,6 +116,8 @@ class Clusters:
         try:
             for url in self._urls:
                 name, _ = await _identifier(url)
+                if name in opened:  # named twice
+                    continue
                 cluster = Cluster(
                     name,
                     url,

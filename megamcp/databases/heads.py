@@ -25,7 +25,7 @@ from megamcp.databases import journal as sql
 from megamcp.databases.clusters import Clusters
 from megamcp.databases.sources import Sources
 from megamcp.environments import LoadedEnvironment, LoadedServer
-from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NoCapacity
+from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NoCapacity, NotFound
 from megamcp.failpoints import failpoint
 from megamcp.handles import Signer
 from megamcp.settings import Settings
@@ -328,7 +328,7 @@ class Databases:
         await cluster.drop(name, name)
         try:
             return await self._copy_replayed(cluster, point, name, server, environment, lineage)
-        except Conflict as error:
+        except (Conflict, Gone) as error:
             log.warning("a point can't be reached from a copy before it: %s", error)
             await cluster.drop(name, name)
             if found := await self._copy_undone(cluster, point, name, lineage, however_far=True):
@@ -364,7 +364,7 @@ class Databases:
         if sealed is None or after is None:
             sealed, after = await self.sources.of(server.database, cluster.name), 0
         if after == point.position:
-            await self.copy(cluster, sealed, name)
+            await self._copy_sealed(cluster, sealed, name)
             async with cluster.inside(name) as inside:
                 last_call = (await inside.standing(after)).call
         else:
@@ -372,7 +372,7 @@ class Databases:
                 log_of = await self.plan(stack, cluster, server, environment, None, {})
                 assert log_of is not None
                 await self.copy(cluster, point.database, log_of)
-                await self.copy(cluster, sealed, name)
+                await self._copy_sealed(cluster, sealed, name)
                 async with cluster.inside(name) as inside, cluster.inside(log_of) as played:
                     last_call = await inside.redo(
                         played, after, point.position, within_s=self._settings.rewind_timeout_s
@@ -380,6 +380,13 @@ class Databases:
                 await self.underway.ready(log_of, sealed=False)
         known = {ancestor: min(position, after) for ancestor, position in lineage.items()}
         return {**known, point.database: after, sealed: after}, last_call
+
+    async def _copy_sealed(self, cluster: Cluster, sealed: str, name: str) -> None:
+        """Raises `Gone` (`state_lost`) where somebody has dropped it."""
+        try:
+            await self.copy(cluster, sealed, name)
+        except NotFound as error:
+            raise Gone(f"The copy {sealed}, which a checkpoint needs, is gone.", code="state_lost") from error
 
     async def _is_far(self, inside: Inside, cluster: Cluster, position: int, sealed_position: int | None) -> bool:
         """Whether a copy of what is sealed before a position gets there sooner than undoing what came after it.

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from megamcp.errors import Gone
 from tests.integration.databases.shop import Shop
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -175,3 +176,24 @@ async def test_what_a_copy_of_before_does_not_lead_to_is_undone_however_much_it_
     for one in (fork, rollout):
         assert (await values(shop, one), await shop.digest(one)) == expected
         assert await shop.read(one, "select s from strict") == [[1]]
+
+
+async def test_what_stands_on_a_copy_that_somebody_dropped_is_undone_or_told_as_lost(shop: Shop) -> None:
+    rollout = await big(shop)
+    sealed = await shop.checkpoint(rollout)  # DDL lies before it, so it is a copy
+    await shop.run(rollout, CHANGE)
+    point = await shop.checkpoint(rollout)
+    expected = await values(shop, rollout), await shop.digest(rollout)
+    for _ in range(2):
+        await shop.run(rollout, MUCH)
+    copy = await shop.services.store.value("select sealed from megamcp.snapshots where checkpoint = $1", point["id"])
+    await shop.services.databases.clusters.opened[0].drop(copy, copy)
+    (fork,) = await shop.fork(point["id"])
+    await shop.roll_back(rollout, point["id"])
+    for one in (fork, rollout):
+        assert (await values(shop, one), await shop.digest(one)) == expected
+    await shop.run(rollout, "truncate big")
+    (fork,) = await shop.fork(sealed["id"])
+    with pytest.raises(Gone) as lost:
+        await values(shop, fork)
+    assert lost.value.code == "state_lost"

@@ -18,7 +18,7 @@ from sqlalchemy.engine import make_url
 
 from megamcp import app
 from megamcp.app import prepare
-from megamcp.databases.clusters import SETTINGS, check
+from megamcp.databases.clusters import SETTINGS, Clusters, check
 from megamcp.errors import MegaMCPError, NoCapacity, Unavailable, Unprocessable
 from megamcp.postgres import EmbeddedPostgres
 from megamcp.settings import Settings
@@ -93,6 +93,19 @@ async def test_a_url_that_does_not_lead_to_a_cluster_is_told_at_the_start(
     assert words in refused.value.message
     assert refused.value.hint
     assert "secret" not in str(refused.value.problem())
+
+
+async def test_a_cluster_that_is_named_twice_is_opened_once(postgres_dsn: str, state_dsn: str) -> None:
+    settings = Settings(database_url=SecretStr(postgres_dsn), state_urls=[SecretStr(state_dsn)] * 2)
+    admin = await asyncpg.connect(state_dsn)
+    others = "select count(*) from pg_stat_activity where backend_type = 'client backend' and pid <> pg_backend_pid()"
+    before = await admin.fetchval(others)
+    clusters = Clusters(settings, postgres_dsn)
+    assert len(await clusters.ready()) == 1
+    opened = await admin.fetchval(others) - before
+    await clusters.aclose()
+    await admin.close()
+    assert opened == 1
 
 
 async def test_a_login_that_may_not_do_all_until_it_may(postgres_dsn: str, state_dsn: str) -> None:
