@@ -379,10 +379,10 @@ class Boxes:
     async def _discard(self, name: str) -> None:
         self._forget(name)
         with contextlib.suppress(SandboxError, MegaMCPError):
-            keeper, _ = await self._host.keeper()
+            keeper, host = await self._host.keeper()
             await keeper.remove(name)
             await failpoint("sandbox.removed")
-            await self._store.value(sql.FORGET, name)
+            await self._store.value(sql.FORGET, name, host)
 
     def _forget(self, name: str) -> None:
         if (pipes := self._started.pop(name, None)) is not None:

@@ -138,7 +138,8 @@ update megamcp.images i set status = 'dropping' from old where i.name = old.name
 DROP_POINTS = "delete from megamcp.image_points p using megamcp.checkpoints c where c.id = p.checkpoint and c.void"
 DROPPING = "select name from megamcp.sandboxes where host = $1 and status = 'dropping' limit $2"
 DROPPING_IMAGES = "select name from megamcp.images where host = $1 and status = 'dropping' limit $2"
-FORGET = "delete from megamcp.sandboxes where name = $1 and status = 'dropping'"
+# By a gateway of the host's own: another one's keeper says of any name that it isn't there.
+FORGET = "delete from megamcp.sandboxes where name = $1 and host = $2 and status = 'dropping'"
 FORGET_IMAGE = "delete from megamcp.images where name = $1 and status = 'dropping'"
 KNOWN = "select name from megamcp.sandboxes where host = $1 union all select name from megamcp.images where host = $1"
 

@@ -129,7 +129,7 @@ class Tender:
         removed = 0
         for row in await self._store.rows(sql.DROPPING, host, BATCH):
             await keeper.remove(row["name"])
-            await self._store.value(sql.FORGET, row["name"])
+            await self._store.value(sql.FORGET, row["name"], host)
             removed += 1
         for row in await self._store.rows(sql.DROPPING_IMAGES, host, BATCH):
             await keeper.drop(row["name"])

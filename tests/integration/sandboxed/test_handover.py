@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from megamcp.client import Client
+from megamcp.client import Client, MegaMCPError
 from megamcp.sandboxed.own import OwnKeeper
 from megamcp.settings import Settings
 from tests.integration.sandboxed.conftest import MEMO, Sandboxed, database_with, environment, gateway_on
@@ -99,6 +100,28 @@ async def test_a_rollback_at_one_ends_a_call_at_the_other(both: Both) -> None:
         await rollout.rollback(point)
     assert (await asyncio.gather(hanging, return_exceptions=True))[0] is not None
     assert (await there.call("items")).structured == {"k": "kept"}
+
+
+async def test_a_rollout_that_is_closed_where_its_keeper_is_not_keeps_its_row_until_its_sandbox_is_gone(
+    postgres_dsn: str, tmp_path: Path
+) -> None:
+    folder = environment(tmp_path / "memo", MEMO, "memo_server")
+    async with (
+        database_with(postgres_dsn, folder) as dsn,
+        gateway_on(dsn, sandbox_dir=tmp_path / "one") as here,
+        gateway_on(dsn, sandbox_dir=tmp_path / "two") as there,
+    ):
+        rollout = await here.client.open("memo")
+        await rollout.call("put", key="k", value="v")
+        keeper, _ = await here.gateway.services.tender._host.keeper()
+        assert (await keeper.inventory()).sandboxes
+        elsewhere = await there.client.rollout(rollout.id)
+        with pytest.raises(MegaMCPError, match="another host's keeper"):
+            await elsewhere.call("items")
+        await elsewhere.close()
+        while await here.gateway.services.store.rows("select 1 from megamcp.sandboxes"):
+            await asyncio.sleep(0.05)
+        assert not (await keeper.inventory()).sandboxes
 
 
 async def _running(rollout: str, both: Both) -> None:
