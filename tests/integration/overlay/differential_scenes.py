@@ -31,8 +31,10 @@ def scene(schema: Schema, seed: int) -> tuple[Statement, ...]:
 
 
 def _cursor(random: Random, schema: Schema) -> tuple[Statement, ...]:
-    table, name = random.choice(schema.busy), random.choice("cd")
+    table = random.choice(schema.busy)
     scroll = random.choice((" scroll", " scroll", "", " no scroll", " insensitive"))
+    # Without either word, whether it goes back hangs on the plan; another scene's cursor may have the name already.
+    name = "c" if "scroll" in scroll else "d"
     query = f"select * from {table.name} t{where(random, schema, table, 't')} order by {table.order('t')}"
     made = [Statement(f"declare {name}{scroll} cursor for {query}", construct="cursor")]
     forward = ("fetch next from {}", "fetch 2 from {}", "fetch all from {}", "fetch {}", "move 1 from {}")
@@ -41,8 +43,7 @@ def _cursor(random: Random, schema: Schema) -> tuple[Statement, ...]:
     for _ in range(random.randint(2, 5)):
         if random.random() < 0.3:
             made.append(write(random, schema))
-        # Without either word, whether it goes back hangs on the plan.
-        words = random.choice(forward + back if "scroll" in scroll and random.random() < 0.7 else forward)
+        words = random.choice(forward + back if name == "c" and random.random() < 0.7 else forward)
         made.append(Statement(words.format(name), construct="cursor"))
     if random.random() < 0.4:
         made.append(Statement(f"close {random.choice((name, name, 'all'))}", construct="cursor"))
