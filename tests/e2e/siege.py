@@ -284,8 +284,8 @@ async def view(siege: Siege) -> AsyncIterator[None]:
 async def quota(siege: Siege) -> AsyncIterator[None]:
     rollout = await siege.begun()
     point = await siege.point(rollout)
-    for number in range(8):
-        noise = random.Random(number).randbytes(1_500_000).hex()  # compresses to a half
+    for number in range(25):
+        noise = random.Random(number).randbytes(480_000).hex()  # compresses to a half
         await siege.write(rollout, key=f"big{number}", value=noise)
     async with siege.control() as connection:
         await connection.execute(

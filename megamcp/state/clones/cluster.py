@@ -171,7 +171,7 @@ class Cluster:
         if sealed:  # or being copied just now
             async with self._one_at_a_time() as connection:
                 if sealed := await self._sealed(connection, source_name):
-                    await self._copy(connection, source_name, target)
+                    await self._copy_sealed(connection, source_name, target)
         standing = None if sealed else await self._copy_live(source_name, target, patience_s, on_busy, at)
         # What follows is the copy's own business; the next one may be made meanwhile.
         await failpoint("clone.created")
@@ -335,7 +335,7 @@ class Cluster:
                 async with self._one_at_a_time() as connection:
                     if not await self._sealed(connection, source_name):
                         raise
-                    await self._copy(connection, source_name, target)
+                    await self._copy_sealed(connection, source_name, target)
                 return None
             standing = None if at is None else await held.standing(at)
             async with self._one_at_a_time() as connection:
@@ -350,6 +350,11 @@ class Cluster:
                     reopen = f"alter database {ident(source_name)} with allow_connections true"
                     await asyncio.shield(connection.execute(reopen))
             return standing
+
+    async def _copy_sealed(self, connection: Any, source_name: str, target: str) -> None:
+        """Nobody gets in; but a drain that was cut off has ended nobody, and with one session inside no copy is made."""
+        await self._end_sessions(connection, source_name, [])
+        await self._copy(connection, source_name, target)
 
     async def _copy(self, connection: Any, source_name: str, target: str) -> None:
         try:

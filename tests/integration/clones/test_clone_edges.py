@@ -210,3 +210,18 @@ async def test_a_generated_column_of_a_domain_that_takes_no_null_comes_back(worl
     async with db.hold() as inside, other.hold() as its:
         await inside.redo(its, mark.position, later.position)
         assert await inside.digest() == later.digest
+
+
+async def test_a_database_whose_sealing_was_cut_off_before_its_sessions_ended_can_be_copied(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = await world.start(DDL, SEED)
+    monkeypatch.setenv(VARIABLE, "drain.closed=error")
+    with pytest.raises(FailpointError):
+        await world.cluster.seal(db.name)
+    monkeypatch.delenv(VARIABLE)
+    assert await db.user.fetchval("select count(*) from t") == 20  # it is still inside
+    fork = await world.clone(db.name)
+    assert await rows(fork) == [(n, n) for n in range(1, 21)]
+    with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
+        await db.user.fetchval("select 1")
