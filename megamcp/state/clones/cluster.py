@@ -352,7 +352,7 @@ class Cluster:
             return standing
 
     async def _copy_sealed(self, connection: Any, source_name: str, target: str) -> None:
-        """Nobody gets in; but a drain that was cut off has ended nobody, and with one session inside no copy is made."""
+        """Nobody gets in; but a drain that was cut off has ended nobody, and one session inside forbids a copy."""
         await self._end_sessions(connection, source_name, [])
         await self._copy(connection, source_name, target)
 
