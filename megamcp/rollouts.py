@@ -292,6 +292,9 @@ class Rollouts:
                     hint="Fork it instead (POST /v1/checkpoints/{id}/fork): that gives a new rollout at this point.",
                 )
             environment = await self._environments.by_id(row["environment"], connection)
+            for server in environment.servers:
+                if server.database:
+                    server.demand_current()
             given_up: list[str] = []
             if environment.has_dedicated and self.before_move is not None:
                 await self.before_move(rollout)

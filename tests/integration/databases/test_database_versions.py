@@ -35,6 +35,7 @@ async def test_what_another_version_loaded_is_told_and_loaded_anew(shop: Shop, t
         shop.services.rollouts.open("older"),
         shop.run(rollout, "select 1"),
         shop.checkpoint(rollout),
+        shop.roll_back(rollout, point["id"]),
         shop.digest(rollout, point["id"]),
     ):
         with pytest.raises(Gone) as told:
