@@ -198,7 +198,10 @@ class Driver:
     def _become_sandbox(self, order: dict[str, Any], descriptors: list[int]) -> None:
         folder = order["workdir"]
         kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
-        kernel.mount("overlay", "/.room", "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, order["overlay"])
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV
+        kernel.mount("overlay", "/.room", "overlay", flags, order["overlay"])
+        # Its user owns the layers of all: Landlock lets modes and attributes be changed, a mount to read doesn't.
+        kernel.mount(None, "/.layers", None, kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY | flags)
         for path in self._readable:
             if path.startswith("/tmp/"):  # else the sandbox's own /tmp hides it
                 os.makedirs(f"/.room{path}", exist_ok=True)

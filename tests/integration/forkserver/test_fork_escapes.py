@@ -75,6 +75,20 @@ async def test_another_rollouts_files_can_be_neither_read_nor_written(server: Se
     assert await victim.run("result = open('secret').read()") == "mine"
 
 
+async def test_modes_and_attributes_of_layers_that_others_share_can_not_be_changed(server: Server, spec: Spec) -> None:
+    parent = await server.start(spec)
+    await parent.run("import os\nos.mkdir('d')\nopen('d/f', 'w').write('x')")
+    frozen = await server.freeze(parent)
+    fork = await server.start(spec, frozen.image)
+    for path in ("/.layers", "/.layers/base", f"/.layers/images/{frozen.image}/work/d"):
+        for attempt in ("chmod({0!r}, 0o777)", "utime({0!r}, (1, 1))", "setxattr({0!r}, 'user.overlay.opaque', b'y')"):
+            with pytest.raises(Raised, match="Read-only file system"):
+                await fork.run(f"import os\nos.{attempt.format(path)}")
+    await fork.run("import os\nos.chmod('d', 0o700)\nopen('d/f', 'w').write('own')")
+    sibling = await server.start(spec, frozen.image)
+    assert await sibling.run("import os\nresult = oct(os.stat('d').st_mode), open('d/f').read()") == ["0o40755", "x"]
+
+
 async def test_links_out_of_the_folder_lead_the_keeper_nowhere(server: Server, spec: Spec, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
