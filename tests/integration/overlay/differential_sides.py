@@ -63,7 +63,8 @@ def _failure(error: asyncpg.PostgresError) -> Outcome:
 
 
 _UNREADABLE = Outcome(sqlstate="client", message="the driver can't read this result")
-"""asyncpg can't read composite types that hold a tsvector."""
+_CANT_READ = (asyncpg.UnsupportedClientFeatureError, asyncpg.InternalClientError)
+"""asyncpg can't read composite types that hold a tsvector, nor records without a type that hold a range."""
 
 
 def _contents_query(tables: Sequence[str]) -> str:
@@ -133,7 +134,7 @@ class Plain:
             rows = await statement.fetch(*arguments)
         except asyncpg.PostgresError as error:
             return _failure(error)
-        except asyncpg.UnsupportedClientFeatureError:
+        except _CANT_READ:
             return _UNREADABLE
         found = re.match(r"(?:SELECT|UPDATE|DELETE|INSERT \d+) (\d+)", statement.get_statusmsg())
         columns = ((a.name, a.type.oid) for a in statement.get_attributes())
@@ -294,7 +295,7 @@ class CopyOnWrite:
             rows = result.fetchall() if result.returns_rows else []
         except DBAPIError as error:
             cause = error.orig.__cause__ if error.orig else None
-            if isinstance(cause, asyncpg.UnsupportedClientFeatureError):
+            if isinstance(cause, _CANT_READ):
                 return _UNREADABLE
             if not isinstance(cause, asyncpg.PostgresError):
                 raise
