@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 _LIMIT = 1 << 16
 _DYING_S = 0.5
+_END_OF_LINE = b'{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":"megamcp: none"}}\n'
+"""Ends half a line, of which nothing can be said. Where there was none it is a message that means nothing: servers
+need not survive an empty line."""
 
 
 class _Life:
@@ -173,7 +176,7 @@ class SandboxChild:
         self._life, self._client = life, client
         self._watching = asyncio.create_task(self._watch(life, client), name=f"watch {self._target.sandbox}")
         if not opened.clean:
-            life.stdin.write(b"\n")  # ends half a line, of which nothing can be said
+            life.stdin.write(_END_OF_LINE)
         if opened.spoken is not None:
             client.resume(*opened.spoken)
             return client

@@ -202,10 +202,12 @@ class Driver:
         kernel.mount("overlay", "/.room", "overlay", flags, order["overlay"])
         # Its user owns the layers of all: Landlock lets modes and attributes be changed, a mount to read doesn't.
         kernel.mount(None, "/.layers", None, kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY | flags)
-        for path in self._readable:
-            if path.startswith("/tmp/"):  # else the sandbox's own /tmp hides it
-                os.makedirs(f"/.room{path}", exist_ok=True)
-                kernel.mount(path, f"/.room{path}", None, kernel.MS_BIND)
+        hidden = [path for path in self._readable if path.startswith("/tmp/")]  # by the sandbox's own /tmp
+        for path in hidden:
+            if any(path.startswith(f"{other}/") for other in hidden):
+                continue  # is a mount in that one, and comes with it
+            os.makedirs(f"/.room{path}", exist_ok=True)
+            kernel.mount(path, f"/.room{path}", None, kernel.MS_BIND | kernel.MS_REC)
         for inside, outside in (("tmp", "/tmp"), ("work", folder)):
             kernel.mount(f"/.room/{inside}", outside, None, kernel.MS_BIND | kernel.MS_REC)
         os.chdir(folder)

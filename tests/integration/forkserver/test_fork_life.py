@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sandboxes import layers
@@ -221,13 +222,17 @@ async def test_a_warm_server_without_a_sandbox_and_an_image_ends_and_comes_back(
 
 
 async def test_an_interpreter_below_tmp_is_seen_there_by_every_fork(server: Server) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+    """Also where it lies in a folder with code that is seen there too, as in a checkout with its environment."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as outer:
+        Path(outer).chmod(0o755)
+        folder = f"{outer}/venv"
         made = ("-m", "venv", "--copies", "--without-pip", folder)
         assert await (await asyncio.create_subprocess_exec(sys.executable, *made)).wait() == 0
         packages = next(Path(folder).glob("lib/python3.*/site-packages"))
         (packages / "late.py").write_text("here = __file__")
         Path(folder).chmod(0o755)
         spec = code_spec(python=f"{folder}/bin/python")
+        spec = msgspec.structs.replace(spec, pythonpath=(*spec.pythonpath, outer))
         sandbox = await server.start(spec)
         await sandbox.run("open('/tmp/own', 'w').write('kept')")
         fork = await server.fork(spec, await server.fork(spec, sandbox))
