@@ -53,6 +53,8 @@ bench: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.footprint
 	$(BIN)/python -m benchmarks.database
 	$(BIN)/python -m benchmarks.tree_search
+	$(BIN)/python -m benchmarks.sandbox
+	$(BIN)/python -m benchmarks.document
 
 fuzz: $(DEV_STAMP)
 	FUZZ_SECONDS=$(SECONDS) FUZZ_WORKERS=$(CORES) $(BIN)/python -m pytest tests/integration/overlay/test_differential.py \

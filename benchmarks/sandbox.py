@@ -70,6 +70,10 @@ def spec_of(kind: Kind, heap: int) -> Spec:
     return Spec(kind=kind, command=command, environ={**environ, "PYTHONPATH": str(ROOT)}, limits=limits)
 
 
+KEPT = (Kind.FORK, Kind.CRIU)
+"""What keeps memory; Docker is compared by how it starts one."""
+
+
 class Conversation:
     """JSON-RPC with a server over two descriptors."""
 
@@ -337,11 +341,13 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer turns")
-    parser.add_argument("--runtime", type=Kind, action="append", help="all that work, where none is named")
+    parser.add_argument(
+        "--runtime", type=Kind, choices=KEPT, action="append", help="all that work, where none is named"
+    )
     parser.add_argument("--heap", type=int, action="append", help="megabytes; 25, 100 and 500 where none is named")
     parser.add_argument("--docker-image", help="compare with `docker run` in this image")
     options = parser.parse_args()
-    kinds, heaps = options.runtime or list(Kind), options.heap or HEAPS
+    kinds, heaps = options.runtime or KEPT, options.heap or HEAPS
     figures = asyncio.run(measure(kinds, heaps, options.docker_image, options.quick))
     report("sandbox", figures, [target for target in TARGETS if target.figure in figures])
 
