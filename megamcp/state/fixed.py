@@ -20,28 +20,32 @@ from megamcp.state.names import literal
 
 WRITES = re.compile(r"\binsert\b|\bupdate\b|\bmerge\b|\bdelete\b", re.I)
 """What a statement that may give such a value holds."""
-# Tables with such columns, and sequences (without), by their shapes; `places` count from 1.
+# Tables and sequences by their shapes; `places` count from 1, and are null for sequences.
 _TABLES = """
 select c.relnamespace::regnamespace::text as schema, c.relname::text as name, null as columns, null as places
 from pg_catalog.pg_class c
 where c.relnamespace = to_regnamespace(format('%I', 'w_' || substr(current_schema(), 3))) and c.relkind = 'S'
 union all
 select c.relnamespace::regnamespace::text, c.relname::text,
-  array_agg(a.attname::text order by a.attnum) as columns, array_agg(a.attnum::int order by a.attnum) as places
-from pg_catalog.pg_class c join pg_catalog.pg_attribute a on a.attrelid = c.oid
+  array(select a.attname::text from pg_catalog.pg_attribute a where a.attrelid = c.oid and a.attnum > 0
+        and (a.attidentity = 'a' or a.attgenerated <> '') order by a.attnum),
+  array(select a.attnum::int from pg_catalog.pg_attribute a where a.attrelid = c.oid and a.attnum > 0
+        and (a.attidentity = 'a' or a.attgenerated <> '') order by a.attnum)
+from pg_catalog.pg_class c
 where c.relnamespace = to_regnamespace(format('%I', 'w_' || substr(current_schema(), 3))) and c.relkind = 'r'
-  and a.attnum > 0 and (a.attidentity = 'a' or a.attgenerated <> '') group by 1, 2
 """
 
 Columns = Mapping[str, int]
 """Name of a column that takes no value → its place in the table."""
+Shapes = Mapping[str, Columns | None]
+"""Name of a table → its columns that take no value; None for a sequence, which takes none at all."""
 
 
 class Ahead:
     """Asks PostgreSQL for one state; remembers which tables are worth it."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[str, Mapping[str, Columns]]] = {}
+        self._known: dict[str, tuple[str, Shapes]] = {}
 
     async def refused(self, sql: str, fetch: Callable[..., Awaitable[Any]], path: str) -> str | None:
         """A statement without parameters that fails as `sql` would when it's planned; None when it wouldn't.
@@ -52,7 +56,10 @@ class Ahead:
             return None
         if path not in self._known:
             rows = await fetch(_TABLES)
-            found = {row["name"]: dict(zip(row["columns"] or (), row["places"] or (), strict=True)) for row in rows}
+            found = {
+                row["name"]: None if row["places"] is None else dict(zip(row["columns"], row["places"], strict=True))
+                for row in rows
+            }
             self._known[path] = rows[0]["schema"] if rows else "", found
         schema, tables = self._known[path]
         probe = _probe(sql, tables, schema)
@@ -72,14 +79,14 @@ class Ahead:
         return change
 
 
-def _probe(sql: str, tables: Mapping[str, Columns], schema: str) -> tuple[str, str] | None:
+def _probe(sql: str, tables: Shapes, schema: str) -> tuple[str, str] | None:
     """The EXPLAIN that fails if `sql` gives such a column a value, and the sequence that it writes (or ""); None when
     it surely does neither.
 
     Other errors of it mean nothing: its parameters are nulls.
     """
     lowered = sql.lower()
-    if not any(name.lower() in lowered for name in tables):
+    if not any(fixed != {} and name.lower() in lowered for name, fixed in tables.items()):
         return None
     try:
         tree = postgast.parse(sql)
@@ -88,13 +95,18 @@ def _probe(sql: str, tables: Mapping[str, Columns], schema: str) -> tuple[str, s
     found = False
     sequence = ""
     for kind, write in _writes(tree):
-        fixed = tables.get(write.relation.relname)
-        if fixed is not None and (not fixed or _may_give(kind, write, fixed)):
+        name = write.relation.relname
+        if name not in tables:
+            continue
+        fixed = tables[name]
+        if fixed is None:
+            found, sequence = True, name
+        elif fixed and _may_give(kind, write, fixed):
             found = True
-            sequence = sequence if fixed else write.relation.relname
-            if not write.relation.HasField("alias"):
-                write.relation.alias.aliasname = write.relation.relname
-            write.relation.schemaname = schema
+        # Every write: an ON CONFLICT names keys, and a view has none.
+        if not write.relation.HasField("alias"):
+            write.relation.alias.aliasname = name
+        write.relation.schemaname = schema
     if not found:
         return None
     return f"explain {without_parameters(postgast.deparse(tree))}", sequence

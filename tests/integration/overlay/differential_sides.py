@@ -23,7 +23,7 @@ from megamcp.sdk.database import Database as ToolDatabase
 from megamcp.sdk.database import Lease
 from megamcp.state import squash
 from megamcp.state.names import ident
-from tests.integration.overlay.differential_openness import Outcome
+from tests.integration.overlay.differential_openness import UNREADABLE, Outcome
 from tests.integration.overlay.differential_schema import CLOCK, CLOCK_AT
 
 Sequences = tuple[tuple[str, int, bool], ...]
@@ -62,7 +62,7 @@ def _failure(error: asyncpg.PostgresError) -> Outcome:
     return Outcome(sqlstate=state, broken=broken, told=told, message=str(error))
 
 
-_UNREADABLE = Outcome(sqlstate="client", message="the driver can't read this result")
+_UNREADABLE = Outcome(sqlstate=UNREADABLE, message="the driver can't read this result")
 _CANT_READ = (asyncpg.UnsupportedClientFeatureError, asyncpg.InternalClientError)
 """asyncpg can't read composite types that hold a tsvector, nor records without a type that hold a range."""
 
