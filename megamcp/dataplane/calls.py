@@ -171,7 +171,7 @@ class Calls:
                     return answer
             except TimeoutError:
                 way.seems_stuck()
-                return await self._settle(rollout, handle, call, _too_late(call, route))
+                return await self._settle(rollout, handle, call, _too_late(call, route, "nothing of it was kept"))
             except UpstreamLost as error:
                 lost = _with_tail(error, way)
                 unseen, deaths = (unseen, deaths + 1) if error.sent else (unseen + 1, deaths)
@@ -278,11 +278,17 @@ class Calls:
                 raise asyncio.CancelledError
             run.exchanging = True
             async with asyncio.timeout_at(deadline):
-                reply, sandbox = await _until_seen(way, call, progress)
+                reply, sandbox = await _until_seen(way, call, progress, deadline)
             run.exchanging = False
         except TimeoutError:
-            way.seems_stuck()
-            error = _too_late(call, route)
+            ended = way.seems_stuck()
+            error = _too_late(
+                call,
+                route,
+                "since it did not heed that, its process was ended with it, and what that had in memory"
+                if ended
+                else "what it had done until then stays",
+            )
         except UpstreamLost as lost:
             error = _with_tail(lost, way)
         except asyncio.CancelledError:
@@ -330,18 +336,20 @@ class Calls:
             await asyncio.wait(self._settling)
 
 
-async def _until_seen(way: Way, call: ToolCall, progress: Progress | None) -> tuple[wire.Reply, str | None]:
+async def _until_seen(
+    way: Way, call: ToolCall, progress: Progress | None, deadline: float
+) -> tuple[wire.Reply, str | None]:
     """Sends a call until a server has seen it, which happens at most once. Its answer, and the sandbox that gave it."""
     for _ in range(_UNSEEN_TRIES):
         upstream = await way.upstream()
         try:
-            return await upstream.call(call, progress=progress), upstream.sandbox
+            return await upstream.call(call, progress=progress, deadline=deadline), upstream.sandbox
         except UpstreamLost as error:
             if error.sent or not way.comes_back:
                 raise
             await way.lost()
     upstream = await way.upstream()
-    return await upstream.call(call, progress=progress), upstream.sandbox
+    return await upstream.call(call, progress=progress, deadline=deadline), upstream.sandbox
 
 
 class _Run:
@@ -377,9 +385,9 @@ def _addressed(request: CallRequest, route: Route) -> ToolCall:
     return ToolCall(tool.name, call.arguments, call.meta, call.modern, call.more, headers, call.progress_token)
 
 
-def _too_late(call: ToolCall, route: Route) -> DeadlineExceeded:
+def _too_late(call: ToolCall, route: Route, end: str) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"Tool {call.name!r} of server {route.server.name!r} did not answer before its deadline; it was ended.",
+        f"Tool {call.name!r} of server {route.server.name!r} did not answer before its deadline; it was ended: {end}.",
         hint="Call it with less to do, or raise MEGAMCP_CALL_TIMEOUT_S.",
     )
 

@@ -230,6 +230,13 @@ class Dedicated:
         if stopping := [self._stop(seat, reason, now=True) for seat in filter(which, list(self._seats.values()))]:
             await asyncio.wait(stopping)
 
+    def leave(self) -> None:
+        """The gateway is about to stop: sandboxes are let go of as they stand, for the next one to find them."""
+        self._closed = True
+        for seat in list(self._seats.values()):
+            if isinstance(seat.child, SandboxChild):
+                self._stop(seat, "the gateway is shutting down", now=True)
+
     async def aclose(self) -> None:
         self._closed = True
         if self._timer is not None:
@@ -264,8 +271,9 @@ class Place:
         if (seat := self._seat) is not None:
             await seat.child.end()
 
-    def seems_stuck(self) -> None:
+    def seems_stuck(self) -> bool:
         """A call that did not end when it was cancelled has ended with its process by now."""
+        return (seat := self._seat) is None or seat.child.running is None
 
     @property
     def tail(self) -> str:

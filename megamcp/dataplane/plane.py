@@ -85,9 +85,11 @@ class Dataplane:
     def stop_calls(self) -> None:
         """The gateway is about to stop: calls that still run end now, as `gateway_stopping`."""
         self._calls.stop()
+        self._environments.dedicated.leave()
 
     async def aclose(self) -> None:
         """Waits for endings that are being recorded, then stops every child."""
+        self._environments.dedicated.leave()
         await self._calls.aclose()
         await self._environments.aclose()
 

@@ -61,7 +61,7 @@ class Upstream(Protocol):
     """A client of one tool server, however it is reached.
 
     Every method may raise UpstreamLost and UpstreamError; the caller sets the deadline. Leaving a request (its task is
-    cancelled) cancels it at the server.
+    cancelled) cancels it at the server, and returns when that is settled.
     """
 
     sandbox: str | None
@@ -74,8 +74,10 @@ class Upstream(Protocol):
         handle: str | None = None,
         database: str | None = None,
         progress: Progress | None = None,
+        deadline: float | None = None,
     ) -> Reply:
-        """One tool call. `handle` and `database` (a DSN) are for servers on our SDK."""
+        """One tool call. `handle` and `database` (a DSN) are for servers on our SDK. `deadline` (of the loop) is
+        when the caller leaves by itself: how long settling may take where the server would be harmed by an end."""
         ...
 
     async def request(self, method: str, params: Mapping[str, object]) -> Reply:

@@ -6,6 +6,10 @@ A request that is left (deadline, cancellation) is cancelled at the server and s
 answered, or the process was killed. So nothing that was reported as ended can still take effect. What the process
 does after it answered is not known here, and nothing is sent twice.
 
+A process in a sandbox is its rollout's state, so it is killed less lightly. It is asked something right after it was
+told that a call is left: who answers that has read both, and since servers should not answer a call that was
+cancelled, more can't be known. One that is stuck has until the deadline of the call that it is stuck in.
+
 The era is asked for by `initialize`, since servers of the handshake era may leave anything else unanswered before
 that; one that only speaks 2026-07-28 refuses it and is asked `server/discover`.
 """
@@ -150,11 +154,12 @@ class StdioUpstream:
         handle: str | None = None,
         database: str | None = None,
         progress: Progress | None = None,
+        deadline: float | None = None,
     ) -> wire.Reply:
         """Runs one tool call. Raises UpstreamLost, UpstreamError. The caller sets the deadline."""
         number = self._number()
         body = messages.tool_call(number, call, messages.shared_meta(call, number, modern=self._modern is True))
-        return await self._answered(number, body, call.progress_token, progress)
+        return await self._answered(number, body, call.progress_token, progress, deadline)
 
     async def request(self, method: str, params: Mapping[str, object]) -> wire.Reply:
         """Any other request, with parameters of ours."""
@@ -174,7 +179,14 @@ class StdioUpstream:
     async def _exchange(self, number: bytes, method: str, params: Mapping[str, object]) -> wire.Reply:
         return await self._answered(number, messages.request(number, method, params), None, None)
 
-    async def _answered(self, number: bytes, body: bytes, token: bytes | None, progress: Progress | None) -> wire.Reply:
+    async def _answered(
+        self,
+        number: bytes,
+        body: bytes,
+        token: bytes | None,
+        progress: Progress | None,
+        deadline: float | None = None,
+    ) -> wire.Reply:
         pending = self._pending[number] = _Pending(token if progress is not None else None)
         sent = False
         try:
@@ -198,7 +210,7 @@ class StdioUpstream:
         except BaseException:
             # A start that is given up is killed by who gave it up.
             if sent and not pending.ended.done() and self._modern is not None:
-                await self._settle(number, pending)
+                await self._settle(number, pending, deadline)
             raise
         finally:
             del self._pending[number]
@@ -209,15 +221,28 @@ class StdioUpstream:
             raise how
         return how
 
-    async def _settle(self, number: bytes, pending: _Pending) -> None:
+    async def _settle(self, number: bytes, pending: _Pending, deadline: float | None) -> None:
         """See the module's docstring. A second cancellation leaves no time for the first step."""
         self._say(messages.cancelled(number))
+        patience, heard = self._limits.grace_s, pending
+        probe = self._number()
+        if self.sandbox is not None:
+            if deadline is not None:
+                patience = max(patience, deadline - asyncio.get_running_loop().time())
+            heard = self._pending[probe] = _Pending(None)
+            self._say(messages.request(probe, *self._question))
         try:
-            await asyncio.wait({pending.ended}, timeout=self._limits.grace_s)
+            await asyncio.wait({pending.ended, heard.ended}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if not pending.ended.done():
+            self._pending.pop(probe, None)
+            if not pending.ended.done() and not heard.ended.done():
                 self._running.kill("a call went on after it had been cancelled", blameless=True)
         await asyncio.wait({pending.ended}, timeout=self._limits.grace_s)
+
+    @property
+    def _question(self) -> tuple[str, Mapping[str, object]]:
+        """That any server answers, whatever it is doing."""
+        return ("server/discover", messages.DISCOVER_PARAMS) if self._modern else ("ping", {})
 
     # What is written
 

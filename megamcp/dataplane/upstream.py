@@ -85,8 +85,9 @@ class HttpUpstream:
         handle: str | None = None,
         database: str | None = None,
         progress: Progress | None = None,
+        deadline: float | None = None,
     ) -> wire.Reply:
-        """Runs one tool call. Raises UpstreamLost, UpstreamError. The caller sets the deadline.
+        """Runs one tool call. Raises UpstreamLost, UpstreamError. The caller sets the deadline; leaving takes no time.
 
         `handle` and `database` (a DSN) are for servers on our SDK.
         """

@@ -35,8 +35,8 @@ class Way(Protocol):
         """A connection broke: if the server is dying, waits for the end, so that the next try meets its successor."""
         ...
 
-    def seems_stuck(self) -> None:
-        """A call ran past its deadline and was cancelled."""
+    def seems_stuck(self) -> bool:
+        """A call ran past its deadline and was cancelled. Whether the server's process was ended for that."""
         ...
 
     @property
@@ -72,8 +72,8 @@ class Remote:
     async def lost(self) -> None:
         pass
 
-    def seems_stuck(self) -> None:
-        pass
+    def seems_stuck(self) -> bool:
+        return False
 
     async def aclose(self) -> None:
         await self.client.aclose()
@@ -123,7 +123,7 @@ class Supervised:
     async def lost(self) -> None:
         await self.child.end()
 
-    def seems_stuck(self) -> None:
+    def seems_stuck(self) -> bool:
         """A child that answers nothing at all within the grace is killed.
 
         A tool that merely takes long was cancelled when its connection was dropped; one that blocks its
@@ -131,8 +131,9 @@ class Supervised:
         """
         running = self.child.running
         if running is None or (self._probing and not self._probing.done()):
-            return
+            return False
         self._probing = asyncio.create_task(self._probe(running), name=f"probe {self._name}")
+        return False
 
     async def _probe(self, running: Running) -> None:
         # With a connection of its own: those of the pool may all be waiting for slow, healthy tools.

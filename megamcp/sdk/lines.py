@@ -11,9 +11,12 @@ in another way.
 
 import logging
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable
 from io import RawIOBase
+from typing import IO
 
 import msgspec
 
@@ -121,10 +124,22 @@ def main() -> int:
     except (EntryError, IndexError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    while line := sys.stdin.buffer.readline():
-        if line.strip():
-            lines.handle(line, lambda answer: _write(answers, answer))
+    waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    asked = os.fdopen(os.dup(0), "rb")
+    with open(os.devnull) as nothing:  # nor is what is asked a tool's to read, or a program's that it starts
+        os.dup2(nothing.fileno(), 0)
+    threading.Thread(target=_read, args=(asked, lines, waiting.put), name="reader", daemon=True).start()
+    while line := waiting.get():
+        lines.handle(line, lambda answer: _write(answers, answer))
     return 0
+
+
+def _read(asked: IO[bytes], lines: Lines, put: Callable[[bytes], None]) -> None:
+    """All that is asked, while tools run too. Nothing (b"") at its end."""
+    while line := asked.readline():
+        if line.strip() and not lines.interrupt(line):
+            put(line)
+    put(b"")
 
 
 def _write(file: RawIOBase, line: bytes) -> None:

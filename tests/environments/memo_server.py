@@ -1,5 +1,6 @@
 """A tool server that keeps items in memory and in a file, and one that misbehaves on demand: the sandbox tests' own."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -8,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from megamcp.sdk import Server
+from megamcp.sdk import Context, Server
 
 server = Server("memo")
 _items: dict[str, str] = {}
@@ -71,6 +72,24 @@ def daemon(name: str) -> str:
     starter = f"{leave}; os.execv(sys.executable, ['python', '-c', {script!r}])"
     subprocess.run([sys.executable, "-c", starter], check=True, stdin=subprocess.DEVNULL)
     return name
+
+
+@server.tool
+async def wait(context: Context) -> None:
+    """Says that it runs, and waits until it is cancelled: an item tells of it."""
+    await context.progress(0)
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        put(key="wait", value="cancelled")
+        raise
+
+
+@server.tool
+async def doze(context: Context, seconds: float) -> None:
+    """Says that it runs, and blocks."""
+    await context.progress(0)
+    time.sleep(seconds)  # noqa: ASYNC251  (that is the point)
 
 
 @server.tool

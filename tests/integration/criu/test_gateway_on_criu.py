@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.integration.criu.conftest import Host
-from tests.integration.sandboxed.conftest import database_with, environment, gateway_on
+from tests.integration.sandboxed.conftest import database_with, environment, gateway_on, left
 
 AUTO = 'name = "auto"\n[servers.auto]\nentry = "threaded_server:server"\n[servers.auto.state]\nkind = "process"\n'
 
 
 @pytest.mark.criu
-async def test_a_server_with_a_thread_is_frozen_by_criu_and_parked_with_its_memory(
+async def test_a_server_with_a_thread_is_frozen_parked_and_stopped_in_a_call_with_its_memory(
     host: Host, postgres_dsn: str, tmp_path: Path
 ) -> None:
     top = tmp_path / "private"  # below /tmp, of which each sandbox has its own, and nobody else may read it
@@ -35,3 +35,5 @@ async def test_a_server_with_a_thread_is_frozen_by_criu_and_parked_with_its_memo
         assert (await fork.call("items")).structured == {"k": "v"}
         await rollout.rollback(point)
         assert (await rollout.call("items")).structured == {"k": "v"}
+        assert (await left(rollout, "wait"))["error"]["data"]["code"] == "cancelled"
+        assert (await rollout.call("items")).structured == {"k": "v", "wait": "cancelled"}

@@ -1,5 +1,6 @@
 """Gateways with environments whose servers run in sandboxes."""
 
+import json
 import secrets
 import shutil
 from collections.abc import AsyncIterator
@@ -8,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from pydantic import SecretStr
 
 from megamcp.app import prepare
-from megamcp.client import Client, Retry
+from megamcp.client import Client, Retry, Rollout
 from megamcp.settings import Settings
 from megamcp.testing import Gateway, database_named, running_gateway
 
@@ -70,6 +72,23 @@ async def gateway_on(dsn: str, **settings: Any) -> AsyncIterator[Sandboxed]:
         Client(gateway.url, retry=Retry(attempts=1)) as client,
     ):
         yield Sandboxed(gateway, client)
+
+
+async def left(rollout: Rollout, tool: str, **arguments: Any) -> Any:
+    """A call that its agent cancels, as MCP has it, once the tool says that it runs. What the agent is told."""
+    headers = {"accept": "application/json, text/event-stream", "mcp-protocol-version": "2025-06-18"}
+    params = {"name": tool, "arguments": arguments, "_meta": {"progressToken": "p"}}
+    call = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": params}
+    cancelled = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": 7}}
+    async with aiohttp.ClientSession(headers=headers) as http, http.post(rollout.url, json=call) as answer:
+        async for line in answer.content:
+            if line.startswith(b"data:"):
+                told = json.loads(line.removeprefix(b"data:"))
+                if told.get("method") != "notifications/progress":
+                    return told
+                async with http.post(rollout.url, json=cancelled) as accepted:
+                    assert accepted.status == 202
+    raise AssertionError("the call was not answered")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

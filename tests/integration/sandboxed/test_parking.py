@@ -17,7 +17,7 @@ from sandboxes.forkserver.runtime import ForkServer
 from sandboxes.keeper import Keeper
 from sandboxes.runtime import Folders, Runtime
 from sandboxes.types import Kind
-from tests.integration.sandboxed.conftest import MEMO, Sandboxed, database_with, environment, gateway_on
+from tests.integration.sandboxed.conftest import MEMO, Sandboxed, database_with, environment, gateway_on, left
 from tests.unit.test_sandbox_keeper import FilesOnly
 
 
@@ -132,6 +132,13 @@ async def test_a_call_that_comes_while_it_is_being_parked_waits_and_goes_on(park
     await parking
     assert (await calling).structured["result"] == "x"
     assert (await rollout.call("stored")).structured == {"k": "v"}
+
+
+async def test_a_server_of_ours_that_no_fork_server_runs_hears_that_a_call_was_left(parked: Parked) -> None:
+    rollout = await parked.running.client.open("memo")
+    await rollout.call("put", key="k", value="kept")
+    assert (await left(rollout, "wait"))["error"]["data"]["code"] == "cancelled"
+    assert (await rollout.call("items")).structured == {"k": "kept", "wait": "cancelled"}
 
 
 async def test_a_parked_sandbox_is_checkpointed_forked_and_rolled_back(parked: Parked) -> None:

@@ -13,7 +13,7 @@ from megamcp import store as sql
 from megamcp.client import Conflict, Rollout, UpstreamError
 from megamcp.handles import new_id
 from megamcp.store import Store
-from tests.integration.sandboxed.conftest import Sandboxed, environment
+from tests.integration.sandboxed.conftest import Sandboxed, environment, left
 
 
 async def seen(rollout: Rollout) -> Any:
@@ -152,15 +152,17 @@ async def test_an_answer_that_is_booked_after_its_sandbox_was_made_again_is_not_
 
 
 async def test_a_tool_whose_call_is_left_is_stopped_and_its_sandbox_lives_on(running: Sandboxed) -> None:
-    rollout = await running.client.open("notes")
-    await rollout.call("add", text="kept")
-    call = asyncio.create_task(rollout.call("spin"))
-    await asyncio.sleep(0.5)  # it runs by now, or else is stopped before it does
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert await seen(rollout) == ["kept"]
-    assert "state_lost" not in [event.kind for event in await rollout.events()]
+    rollout = await running.client.open("memo")
+    await rollout.call("put", key="k", value="kept")
+    assert (await left(rollout, "wait"))["error"]["data"]["code"] == "cancelled"
+    assert (await rollout.call("items")).structured == {"k": "kept", "wait": "cancelled"}
+
+
+async def test_a_blocking_tool_whose_call_is_left_is_waited_for_and_its_sandbox_lives_on(running: Sandboxed) -> None:
+    rollout = await running.client.open("memo")
+    await rollout.call("put", key="k", value="kept")
+    assert (await left(rollout, "doze", seconds=3))["error"]["data"]["code"] == "cancelled"
+    assert (await rollout.call("items")).structured == {"k": "kept"}
 
 
 async def test_a_new_version_of_a_servers_code_is_what_its_rollouts_run(running: Sandboxed, tmp_path: Path) -> None:
