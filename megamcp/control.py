@@ -431,6 +431,10 @@ class Control:
             raise await self._moved_on(intent.rollout)
         return intent.id
 
+    async def call_refused(self, intent: Intent, error: bytes) -> None:
+        assert isinstance(intent, _Intent)
+        await self._store.value(sql.CALL_REFUSED, intent.rollout, intent.id, intent.nonce, error.decode())
+
     async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:
         await self._store.value(sql.TELL_CANCELLED, json.dumps([rollout_id, session, request_id]))
 

@@ -11,6 +11,7 @@
     ├── Unprocessable          422  well-formed, but refused (idempotency key reused, environment can't be loaded)
     │   ├── UnsupportedSchema       a schema holds a construct that can't be copied on write exactly
     │   └── UnsupportedStatement    a statement that the state can't run exactly (SQLSTATE 0A000)
+    ├── AuthorizationRequired  424  a tool server wants a person's consent first; carries the `url` where it is given
     ├── NoCapacity             429  a bound is reached; carries `retry_after`
     ├── UpstreamError          502  the tool server died, is unreachable or broke the protocol
     ├── Unavailable            503  the database is away or the gateway is shutting down
@@ -106,6 +107,26 @@ class UnsupportedStatement(Unprocessable):
 
     default_code = "unsupported_statement"
     sqlstate: ClassVar[str] = "0A000"
+
+
+class AuthorizationRequired(MegaMCPError):
+    """Nothing was done. Not 401 or 403: those would be about the caller's own standing with the gateway.
+
+    Its number and `elicitations` are those of MCP 2025-11-25 for a URL that a person has to open.
+    """
+
+    status, jsonrpc, default_code = 424, -32042, "authorization_required"
+
+    def __init__(self, message: str, *, url: str, **rest: Any) -> None:
+        super().__init__(message, url=url, **rest)
+        self.url = url
+
+    @classmethod
+    def at(cls, url: str, message: str, elicitation: str) -> "AuthorizationRequired":
+        """`elicitation` is the id by which MCP tells one such question from another."""
+        asked = {"mode": "url", "elicitationId": elicitation, "url": url, "message": message}
+        hint = f"Open {url} in a browser, then repeat the request."
+        return cls(message, url=url, hint=hint, elicitations=[asked])
 
 
 class NoCapacity(MegaMCPError):

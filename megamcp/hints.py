@@ -74,6 +74,7 @@ HINTS: dict[str, str] = {
     "tool_server_stopped": "The gateway is stopping: repeat it when it is back.",
     "tool_server_timeout": _SERVER,
     "tool_server_unreachable": "See that it runs, and that the url in environment.toml leads there from the gateway.",
+    "authorization_required": "Open the url in a browser, then repeat the request.",
     "bad_server_address": "Correct the server's url in environment.toml and load the environment again.",
     "result_too_large": "Let the tool return less, or raise MEGAMCP_MAX_RESULT_BYTES.",
     "tool_committed": "Leave COMMIT and ROLLBACK to the SDK.",

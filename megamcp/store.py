@@ -286,6 +286,9 @@ CALL_OUTCOME = "select megamcp.call_outcome($1, $2, $3, $4, $5, case when $6 the
 CALL_OUTCOME_IN = f"""with held as (select 1 from megamcp.sandboxes s where s.name = $7 for key share)
 {CALL_OUTCOME} from held"""
 
+# Of a call that its server refused before it began: another try may have its key.
+CALL_REFUSED = "select megamcp.call_refused($1, $2, $3, $4)"
+
 # What every request of the data plane asks first.
 ROLLOUT_EPOCH = "select environment, epoch, status from megamcp.rollouts where id = $1"
 

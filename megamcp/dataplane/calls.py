@@ -26,7 +26,15 @@ from megamcp.dataplane.links import Environment, Environments, Route
 from megamcp.dataplane.ports import ControlPort, Intent, Limits, RolloutView
 from megamcp.dataplane.protocol import Progress, ToolCall, UpstreamLost, header_value
 from megamcp.dataplane.ways import Way
-from megamcp.errors import BadRequest, DeadlineExceeded, MegaMCPError, NoCapacity, Unavailable, UpstreamError
+from megamcp.errors import (
+    AuthorizationRequired,
+    BadRequest,
+    DeadlineExceeded,
+    MegaMCPError,
+    NoCapacity,
+    Unavailable,
+    UpstreamError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -293,6 +301,10 @@ class Calls:
             error = _with_tail(lost, way)
         except asyncio.CancelledError:
             error = Cancelled("The call was cancelled.")
+        except AuthorizationRequired as required:
+            run.exchanging = False
+            await self._control.call_refused(intent, _as_result(required))
+            raise
         except MegaMCPError as other:
             error = other
         else:

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from megamcp.dataplane import eras, wire
+from megamcp.dataplane import consent, eras, wire
 from megamcp.dataplane.asgi import (
     Disconnected,
     EventStream,
@@ -36,7 +36,7 @@ from megamcp.dataplane.calls import CallRequest, Calls
 from megamcp.dataplane.links import Environment, Environments
 from megamcp.dataplane.ports import ControlPort, Limits, RolloutView
 from megamcp.dataplane.protocol import ToolCall
-from megamcp.errors import BY_RPC, BadRequest, MegaMCPError, NotFound
+from megamcp.errors import BY_RPC, AuthorizationRequired, BadRequest, MegaMCPError, NotFound
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +202,10 @@ class Endpoint:
         envelope = wire.read_envelope(body)
         request.id = wire.request_id(envelope)
         request.modern = eras.is_modern(request.head, envelope, body)
-        reply = await self._message(request, envelope)
+        try:
+            reply = await self._message(request, envelope)
+        except AuthorizationRequired as required:
+            reply = consent.asked(required, envelope, modern=request.modern)
         if reply is None:
             if request.id is None:
                 await send_empty(send, 202)
@@ -271,6 +274,7 @@ class Endpoint:
         else:
             params = wire.read_members(envelope.params, "params")
         if request.modern:
+            params = consent.unwrapped(params)
             eras.check_modern(request.head, method, params)
         if method == "tools/call":
             return await self._call(request, params)

@@ -186,6 +186,10 @@ class FakeControl:
         entry.result, entry.is_error = result, is_error
         return intent.id
 
+    async def call_refused(self, intent: Intent, error: bytes) -> None:
+        await self.call_outcome(intent, error, True, answered=False)
+        self.journal[intent.id].key = None
+
     async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget | SandboxTarget:
         return self.targets[server](await self.rollout(rollout.id))
 

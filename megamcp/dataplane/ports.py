@@ -38,12 +38,30 @@ class SocketTarget:
     path: str
 
 
+class Authority(Protocol):
+    """What a server at a URL is shown of who calls it: secrets by reference, or a token."""
+
+    async def fields(self) -> bytes:
+        """Header lines for a request. Cheap: a token is renewed here when its time is over, and kept otherwise. Raises
+        UpstreamError."""
+        ...
+
+    async def challenged(self, sent: bytes, status: int, challenge: str | None) -> bytes | None:
+        """The server refused a request with these header lines, by 401 or 403 and its `WWW-Authenticate`.
+
+        Header lines to repeat it with; None where its answer stands. Raises AuthorizationRequired where a person has to
+        consent first, UpstreamError where nothing helps.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class UrlTarget:
     """Anyone's tool server; the protocol era is negotiated. `headers` are sent with every request."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
+    authority: Authority | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +295,10 @@ class ControlPort(Protocol):
         Raises Conflict when the rollout was rolled back meanwhile, Gone when it was released; UpstreamError, with
         nothing recorded, when the sandbox has ended and another one took its place, which knows nothing of it.
         """
+        ...
+
+    async def call_refused(self, intent: Intent, error: bytes) -> None:
+        """Records that the server refused the call before it began with it: another try with the same key may run."""
         ...
 
     async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget | SandboxTarget:

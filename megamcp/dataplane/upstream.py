@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megamcp.dataplane import messages, wire
+from megamcp.dataplane.authorized import Authorized, Requests
 from megamcp.dataplane.http import Address, Broken, ConnectFailed, Pool, Response, TooMuch, field_lines
-from megamcp.dataplane.ports import Limits
+from megamcp.dataplane.ports import Authority, Limits
 from megamcp.dataplane.protocol import (
     DATABASE_HEADER,
     HANDLE_HEADER,
@@ -55,14 +56,16 @@ class HttpUpstream:
         socket: str | None = None,
         headers: Mapping[str, str] | None = None,
         era: Era | None = None,
+        authority: Authority | None = None,
     ) -> None:
         # Below the 5 s after which uvicorn closes an idle connection: a request never races that close.
-        self._http = Pool(
+        pool = Pool(
             Address.of(url, socket),
             limit=limits.connections_per_server,
             idle_s=4.0,
             connect_s=limits.connect_timeout_s,
         )
+        self._http: Requests = pool if authority is None else Authorized(pool, authority)
         self.name = name
         self._limits = limits
         self._ids = itertools.count(1)

@@ -55,9 +55,9 @@ class Remote:
         match target:
             case SocketTarget(path):
                 self.client = HttpUpstream(name, _CHILD_URL, limits=limits, socket=path, era=Era.MODERN)
-            case UrlTarget(url, headers):
+            case UrlTarget(url, headers, authority):
                 try:
-                    self.client = HttpUpstream(name, url, limits=limits, headers=headers)
+                    self.client = HttpUpstream(name, url, limits=limits, headers=headers, authority=authority)
                 except ValueError as error:
                     raise UpstreamError(
                         f"Tool server {name!r} can't be used: {error}.", code="bad_server_address"

@@ -327,6 +327,15 @@ begin
     return exists (select 1 from megamcp.rollouts r where r.id = p_rollout and r.epoch = at_epoch and r.status = 'open');
 end $$;
 
+-- The outcome of a call that its server refused before it began: its key is free for another try.
+create or replace function megamcp.call_refused(p_rollout text, p_seq bigint, p_nonce uuid, p_result text)
+returns boolean language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+begin
+    update megamcp.events e set idempotency_key = null
+     where e.rollout = p_rollout and e.seq = p_seq and e.nonce = p_nonce;
+    return megamcp.call_outcome(p_rollout, p_seq, p_nonce, p_result, true, 'failed');
+end $$;
+
 -- Whether the gateway process of that number lives: its instance connection holds the lock.
 create or replace function megamcp.alive(owner bigint) returns boolean
 language sql stable set search_path = pg_catalog, pg_temp as $$
