@@ -133,7 +133,7 @@ class Host:
         self._name = ""
 
     async def aclose(self) -> None:
-        """Lets go of it; ends it where it is ours."""
+        """Lets go of it; see `OwnKeeper` where it is ours."""
         if self._client is not None:
             await self._client.aclose()
         await self._own.aclose()

@@ -1,8 +1,9 @@
 """A keeper of sandboxes that belongs to one gateway: found running, or started; started again when it dies.
 
 One process of the gateway has it; others are told its socket, which stays the same. It outlives a gateway that is
-killed for a short while, so that the next one on the same folder finds the rollouts' sandboxes as they were: what
-holds it is an open connection, and without any it ends by itself. Who stops properly ends it, and all its sandboxes.
+killed or stopped for a short while, so that the next one on the same folder finds the rollouts' sandboxes as they
+were: what holds it is an open connection, and without any it ends by itself. One that has nothing is ended at once by
+who stops.
 """
 
 import asyncio
@@ -18,11 +19,14 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 from megamcp.errors import Unavailable
 from megamcp.settings import Settings
+from sandboxes.client import Client
+from sandboxes.types import SandboxError
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +48,7 @@ class OwnKeeper:
         self._state = (settings.sandbox_dir or settings.data_dir / "sandboxes").absolute()
         self._lock = -1
         self._link: socket.socket | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: _Process | None = None
         self._watching: asyncio.Task[None] | None = None
         self.socket = ""
 
@@ -63,17 +67,33 @@ class OwnKeeper:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait({self._watching})
-        if self._link is not None:
+        waits = self._link is not None and await self._holds_something()
+        if waits:
+            log.info("the keeper of sandboxes waits %d s for the next gateway, with all that it has", _LINGER_S)
+        elif self._link is not None:
             await _end(self._link)
-            self._link.close()
-        elif self._process is not None and self._process.returncode is None:  # it was just being started
+        elif self._process is not None and self._process.status is None:  # it was just being started
             self._process.kill()
-        if self._process is not None:
+        if self._link is not None:
+            self._link.close()
+        if self._process is not None and not waits:
             await self._process.wait()
         os.close(self._lock)
         with contextlib.suppress(OSError):
-            if not Path(self.socket).is_relative_to(self._state):
+            if not waits and not Path(self.socket).is_relative_to(self._state):
                 os.rmdir(os.path.dirname(self.socket))
+
+    async def _holds_something(self) -> bool:
+        """Whether there is anything that would be lost with it."""
+        client = Client(self.socket)
+        try:
+            async with asyncio.timeout(_ENDING_S):
+                there = await client.inventory()
+            return bool(there.sandboxes or there.images)
+        except (SandboxError, TimeoutError):
+            return False
+        finally:
+            await client.aclose()
 
     async def _begin(self) -> None:
         """Connects to the keeper that runs, or to one that is started for it."""
@@ -85,12 +105,12 @@ class OwnKeeper:
                 if starting is None:
                     log.info("a keeper of sandboxes runs already; what it has is taken over")
                 return
-            if starting is None or starting.returncode == _TAKEN:  # by one that is just ending
-                starting = self._process = await self._start()
-            elif starting.returncode is not None:
+            if starting is None or starting.status == _TAKEN:  # by one that is just ending
+                starting = self._process = self._start()
+            elif starting.status is not None:
                 break
             await asyncio.sleep(_TRY_EACH_S)
-        if starting is not None and starting.returncode is None:
+        if starting is not None and starting.status is None:
             starting.kill()
             await starting.wait()
         raise Unavailable(
@@ -99,19 +119,10 @@ class OwnKeeper:
             hint=f"MEGAMCP_SANDBOX_DIR names another folder than {self._state}.",
         )
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "sandboxes",
-            *("--linger", str(_LINGER_S)),
-            *("--socket", self.socket),
-            *("--state", str(self._state)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            env={name: value for name, value in os.environ.items() if not name.upper().startswith("MEGAMCP_")},
-            start_new_session=True,
-        )
+    def _start(self) -> "_Process":
+        options = ("--linger", str(_LINGER_S), "--socket", self.socket, "--state", str(self._state))
+        environ = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEGAMCP_")}
+        return _Process((sys.executable, "-m", "sandboxes", *options), environ)
 
     async def _watch(self) -> None:
         while True:
@@ -126,6 +137,33 @@ class OwnKeeper:
                 except Unavailable as error:
                     log.error("%s", error.message)
                     await asyncio.sleep(_AGAIN_S)
+
+
+class _Process:
+    """A child in a session of its own that outlives us. asyncio kills its children when it ends."""
+
+    def __init__(self, command: tuple[str, ...], environ: Mapping[str, str]) -> None:
+        quiet = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1)]
+        self._pid = os.posix_spawn(command[0], command, environ, file_actions=quiet, setsid=True)
+        self._status: int | None = None
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, if it has ended."""
+        return self._status if self._status is not None else self._reap(os.WNOHANG)
+
+    def _reap(self, options: int) -> int | None:
+        pid, status = os.waitpid(self._pid, options)
+        if pid:
+            self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+    async def wait(self) -> None:
+        if self.status is None:
+            await asyncio.to_thread(self._reap, 0)
 
 
 async def _locked(state: Path) -> int:

@@ -378,7 +378,9 @@ async def test_a_step_of_a_sandbox_that_is_cut_off_is_taken_up(scratch_folder: P
 @pytest.mark.e2e
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_a_gateway_that_is_killed_leaves_its_sandboxes_to_the_next(scratch_folder: Path, workers: str) -> None:
+async def test_a_gateway_that_is_killed_or_stopped_leaves_its_sandboxes_to_the_next(
+    scratch_folder: Path, workers: str
+) -> None:
     async with house(scratch_folder / f"killed-{workers}", MEGAMCP_WORKERS=workers) as made:
         rollouts = [await made.begun() for _ in range(4)]
         point = await made.point(rollouts[0])
@@ -423,6 +425,15 @@ async def test_a_gateway_that_is_killed_leaves_its_sandboxes_to_the_next(scratch
         await made.holds(busy)
         fork = await made.branch(point)
         await made.holds(fork)
+        await made.is_as_the_journal_says()
+        cut = asyncio.create_task(send(busy, {**bodies[0], "idempotency_key": "stopped"}))
+        await made.until("select count(*) = 1 from megamcp.events where state = 'running'")
+        await made.castle.stop()
+        await asyncio.gather(cut, return_exceptions=True)
+        await made.castle.raise_again()
+        await made.castle.ready()
+        made.held[busy]["cut"] = busy
+        await made.holds(*rollouts, fork, await made.branch(point))
         await made.is_as_the_journal_says()
 
 
