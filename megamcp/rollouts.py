@@ -30,6 +30,7 @@ from megamcp.errors import BadRequest, Conflict, DeadlineExceeded, Gone, NoCapac
 from megamcp.handles import new_id
 from megamcp.sandboxed import Boxes, BoxFreezer
 from megamcp.sandboxed.freezer import Kept
+from megamcp.sandboxed.lost import demand_images
 from megamcp.settings import Settings
 from megamcp.squasher import shorten
 from megamcp.store import Store, seconds
@@ -130,7 +131,8 @@ class Rollouts:
         seed: SeedChoice = "inherit",
         labels: dict[str, str] | None = None,
     ) -> Sequence[asyncpg.Record]:
-        """New rollouts on a checkpoint: one INSERT. Raises `NotFound`, `Gone`, `NoCapacity`, `BadRequest`."""
+        """New rollouts on a checkpoint: one INSERT. Raises `NotFound`, `Gone`, `Conflict` (`state_lost`), `NoCapacity`,
+        `BadRequest`."""
         self._admit(count)
         seeds: list[int | None]
         match seed:
@@ -142,6 +144,8 @@ class Rollouts:
                 if not -(2**63) <= seed < 2**63:
                     raise BadRequest("The seed must fit into 64 bits, signed.", code="invalid_seed")
                 seeds = [seed] * count
+        if self._boxes:
+            await self._boxes.known()
         rows = await self._store.rows(
             sql.FORK,
             [new_id("ro") for _ in range(count)],
@@ -153,6 +157,8 @@ class Rollouts:
         )
         if not rows:
             await self.checkpoint(checkpoint)
+            async with self._store.connection() as connection:
+                await demand_images(connection, checkpoint)
             raise Gone(f"Checkpoint {checkpoint} was released.", code="checkpoint_gone")
         self.open_count += count
         return rows
@@ -281,8 +287,11 @@ class Rollouts:
             yield points, boxes
 
     async def roll_back(self, rollout: str, checkpoint: str) -> asyncpg.Record:
-        """Move the head to a checkpoint of its own line. Calls still in flight end in an error."""
+        """Move the head to a checkpoint of its own line. Calls still in flight end in an error. Raises `NotFound`,
+        `Gone`, `Conflict` (`foreign_checkpoint`, `state_lost`)."""
         target = await self.checkpoint(checkpoint)
+        if self._boxes:
+            await self._boxes.known()
         grace, reason = self._settings.rollback_grace_s, "the rollout was rolled back"
         async with self._alone(rollout, grace, reason) as (connection, row):
             if target["rollout"] != rollout and target["id"] != row["parent_checkpoint"]:
@@ -295,6 +304,7 @@ class Rollouts:
             for server in environment.servers:
                 if server.database:
                     server.demand_current()
+            await demand_images(connection, checkpoint, rollout)
             given_up: list[str] = []
             if environment.has_dedicated and self.before_move is not None:
                 await self.before_move(rollout)

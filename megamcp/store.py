@@ -40,6 +40,8 @@ CHECKPOINT = """c.id, c.rollout, c.environment, e.name || '@' || e.hash as envir
 
 ALIVE = """c.released_at is null and (c.expires_at > clock_timestamp() or exists (
     select 1 from megamcp.pins p where p.checkpoint = c.id and p.expires_at > clock_timestamp()))"""
+WHOLE = """not exists (select 1 from megamcp.image_points p join megamcp.images i on i.name = p.image
+    where p.checkpoint = c.id and i.status = 'lost')"""
 
 # The newest version of an environment, or the one that is named by its hash.
 ENVIRONMENT = """select e.* from megamcp.environments e
@@ -59,7 +61,7 @@ select {ROLLOUT} from made r join megamcp.environments e on e.id = r.environment
 
 # New rollouts on a checkpoint. The row lock keeps the reaper from taking it meanwhile.
 FORK = f"""with origin as (
-    select c.* from megamcp.checkpoints c where c.id = $2 and {ALIVE} for key share of c
+    select c.* from megamcp.checkpoints c where c.id = $2 and {ALIVE} and {WHOLE} for key share of c
 ), made as (
     insert into megamcp.rollouts (id, environment, "group", parent_checkpoint, parent_rollout, checkpoint, layers,
                                   layer, start_seq, seq, turn, depth, seed, labels, expires_at)
@@ -493,7 +495,5 @@ def read_cursor(cursor: str | None) -> tuple[datetime | None, str | None]:
         return datetime.fromisoformat(created).astimezone(UTC), rollout
     except (ValueError, OverflowError) as error:
         raise BadRequest(
-            "The cursor is not one of this gateway's.",
-            code="invalid_cursor",
-            hint="Pass next_cursor unchanged.",
+            "The cursor is not one of this gateway's.", code="invalid_cursor", hint="Pass next_cursor unchanged."
         ) from error

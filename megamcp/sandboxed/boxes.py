@@ -28,6 +28,7 @@ from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, Unava
 from megamcp.failpoints import failpoint
 from megamcp.sandboxed import journal as sql
 from megamcp.sandboxed.host import Host, as_ours, translated
+from megamcp.sandboxed.lost import box_lost, image_lost
 from megamcp.store import Store
 from sandboxes.client import Client
 from sandboxes.types import Exited, Kind, Limits, Pipes, SandboxError, Spec
@@ -117,7 +118,7 @@ class Boxes:
         if origin is not None:
             demand_host(origin, host, server.name)
             if origin["status"] != "ready":
-                raise image_lost(server.name, standing["checkpoint"])
+                raise await image_lost(self._store.value, rollout, server.name, standing["checkpoint"])
         kind = Kind(origin["runtime"]) if origin else await self._kind(server, environment)
         name = _new_name("sb")
         planned = await self._store.value(
@@ -204,7 +205,7 @@ class Boxes:
         try:
             await failpoint("sandbox.planned")
             self._names[name] = server.name
-            self._started[name] = await self._new(keeper, name, kind, server, environment, image, standing)
+            self._started[name] = await self._new(keeper, rollout, name, kind, server, environment, image, standing)
             await failpoint("sandbox.started")
             if await self._store.value(sql.READY, name, standing["epoch"]):
                 return name
@@ -220,6 +221,7 @@ class Boxes:
     async def _new(
         self,
         keeper: Client,
+        rollout: str,
         name: str,
         kind: Kind,
         server: LoadedServer,
@@ -234,7 +236,7 @@ class Boxes:
                 if error.code != "gone" or image is None:
                     raise
                 await self._image_lost(image)
-                raise image_lost(server.name, standing["checkpoint"]) from error
+                raise await image_lost(self._store.value, rollout, server.name, standing["checkpoint"]) from error
 
     async def _standing(self, rollout: str) -> asyncpg.Record:
         standing = await self._store.row(sql.STANDING, rollout)
@@ -251,17 +253,10 @@ class Boxes:
         )
 
     async def _state_lost(self, rollout: str, server: str, head: Mapping[str, Any]) -> Conflict:
-        standing = await self._standing(rollout)
+        await self._standing(rollout)
         await self._tell_lost(head["name"])
-        return Conflict(
-            f"The sandbox of tool server {server!r} has ended, and with it what was called since its last checkpoint:"
-            f" {head['reason']}",
-            code="state_lost",
-            checkpoint=standing["checkpoint"],
-            hint=f"Roll back to checkpoint {standing['checkpoint']} (POST /v1/rollouts/{{id}}/rollback)."
-            if standing["checkpoint"]
-            else "There is no checkpoint to go back to: open a new rollout.",
-        )
+        words = f", and with it what was called since its last checkpoint: {head['reason']}"
+        return await box_lost(self._store.value, rollout, server, words)
 
     # -- the data plane's door ------------------------------------------------------------------------------------
 
@@ -323,8 +318,8 @@ class Boxes:
 
     async def _tell_lost(self, sandbox: str) -> None:
         async with self._store.transaction() as connection:
-            await connection.execute(sql.LOCK_ROLLOUT_OF, sandbox)
-            await connection.execute(sql.TELL_LOST, sandbox)
+            rollout = await connection.fetchval(sql.LOCK_ROLLOUT_OF, sandbox)
+            await connection.execute(sql.TELL_LOST, sandbox, await connection.fetchval(sql.LAST_WHOLE, rollout))
 
     async def _exited(self, exited: Exited) -> None:
         try:
@@ -350,14 +345,20 @@ class Boxes:
         sandboxes = {row["name"] for row in await self._store.rows(sql.READY_HERE, host)}
         images = {row["name"] for row in await self._store.rows(sql.IMAGES_HERE, host)}
         there = await keeper.inventory()
+        for name in images - set(there.images):  # first: whoever is told of a sandbox's end is told what is left
+            await self._image_lost(name)
         for name in sandboxes - {info.sandbox for info in there.sandboxes}:
             await self.lost(name, "the keeper of sandboxes was started anew")
-        for name in images - set(there.images):
-            await self._image_lost(name)
 
     async def _image_lost(self, name: str) -> None:
         log.warning("image %s is lost: its keeper doesn't have it any more", name)
         await self._store.value(sql.IMAGE_LOST, name)
+
+    async def known(self) -> None:
+        """Returns when rows say what the keeper has, as far as it can be met."""
+        if self._host.opened:
+            with contextlib.suppress(MegaMCPError):
+                await self._host.keeper()
 
     # -- following the rollout ------------------------------------------------------------------------------------
 
@@ -444,16 +445,6 @@ def demand_host(row: Mapping[str, Any], host: str, server: str) -> None:
             code="sandboxes_unavailable",
             hint="Gateway processes that share a database must share the keeper: MEGAMCP_SANDBOX_SOCKET.",
         )
-
-
-def image_lost(server: str, checkpoint: str | None) -> Conflict:
-    return Conflict(
-        f"What {f'checkpoint {checkpoint}' if checkpoint else 'a checkpoint'} keeps of tool server {server!r} died with"
-        " the process that had it.",
-        code="state_lost",
-        checkpoint=None,
-        hint="Roll back to, or fork, a checkpoint of before; runtime criu keeps its checkpoints on disk.",
-    )
 
 
 def _new_name(prefix: str) -> str:

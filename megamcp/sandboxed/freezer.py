@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import asyncpg
 
 from megamcp.environments import LoadedEnvironment, LoadedServer
-from megamcp.errors import Conflict, DeadlineExceeded, Unavailable, Unprocessable
+from megamcp.errors import DeadlineExceeded, Unavailable, Unprocessable
 from megamcp.failpoints import failpoint
 from megamcp.sandboxed import journal as sql
-from megamcp.sandboxed.boxes import Boxes, demand_host, image_lost
+from megamcp.sandboxed.boxes import Boxes, demand_host
 from megamcp.sandboxed.host import Host, translated
+from megamcp.sandboxed.lost import box_lost, image_lost
 from megamcp.store import Store
 from sandboxes.client import Client
 from sandboxes.types import Frozen, Kind, SandboxError
@@ -101,7 +102,7 @@ class BoxFreezer:
     ) -> Kept | None:
         if head is None:
             if point is not None and point["status"] != "ready":
-                raise image_lost(server.name, row["checkpoint"])
+                raise await image_lost(self._store.value, row["id"], server.name, row["checkpoint"])
             return point and Kept(point["name"], None, point["digest"], point["memory"])
         if not head["called"]:  # also one that is just being made
             if head["image"] is None:
@@ -111,13 +112,10 @@ class BoxFreezer:
             if known["status"] == "ready":
                 return Kept(head["image"], head["name"], known["digest"], known["memory"])
             if head["status"] != "ready":
-                raise image_lost(server.name, row["checkpoint"])
+                raise await image_lost(self._store.value, row["id"], server.name, row["checkpoint"])
         elif head["status"] == "lost":
-            raise Conflict(
-                f"The sandbox of tool server {server.name!r} has ended ({head['reason']}); there is nothing to keep.",
-                code="state_lost",
-                hint=f"Roll back to checkpoint {row['checkpoint']}." if row["checkpoint"] else "Open a new rollout.",
-            )
+            words = f" ({head['reason']}); there is nothing to keep."
+            raise await box_lost(self._store.value, row["id"], server.name, words)
         if head["status"] == "creating":
             raise Unavailable(
                 f"The sandbox of tool server {server.name!r} is just being made.", code="sandbox_not_ready"

@@ -4,6 +4,8 @@ The tables are the truth about what should exist; the keeper follows. A row is c
 made and goes after that was removed, so whatever is cut off in between is found here.
 """
 
+from megamcp.store import ALIVE, WHOLE
+
 # Whether a call after journal row $seq may have changed what a sandbox of that rollout and server knows.
 _CALLED = """exists (select 1 from megamcp.events v where v.rollout = s.rollout and v.seq > s.seq and v.kind = 'call'
     and v.server = s.server)"""
@@ -27,6 +29,25 @@ ORIGIN = """select i.name, i.host, i.runtime, i.status, case when i.memory then 
 # The same of a checkpoint.
 POINT = """select i.name, i.host, i.runtime, i.status, i.digest, i.memory
     from megamcp.image_points p join megamcp.images i on i.name = p.image where p.checkpoint = $1 and p.server = $2"""
+
+# A server of which a checkpoint's image is gone for good.
+LOST_OF = """select p.server from megamcp.image_points p join megamcp.images i on i.name = p.image
+    where p.checkpoint = $1 and i.status = 'lost' order by p.server limit 1"""
+
+# The last checkpoint that is whole, of a rollout's own line from where it stands ...
+_LINE = f"""with recursive line (id, parent, back) as (
+    %s
+    union all
+    select c.id, c.parent, l.back + 1 from line l join megamcp.checkpoints c on c.id = l.parent
+)
+select c.id from line l join megamcp.checkpoints c on c.id = l.id
+ where {ALIVE} and {WHOLE} %s order by l.back limit 1"""
+LAST_WHOLE = _LINE % (
+    "select c.id, c.parent, 0 from megamcp.checkpoints c join megamcp.rollouts r on r.checkpoint = c.id and r.id = $1",
+    "and (c.rollout = $1 or c.id = (select r.parent_checkpoint from megamcp.rollouts r where r.id = $1))",
+)
+# ... and of all that lead to a checkpoint.
+LAST_WHOLE_BEFORE = _LINE % ("select c.id, c.parent, 0 from megamcp.checkpoints c where c.id = $1", "")
 
 # Where a rollout stands. `since` is the journal row after which calls are of now: none of them has a sandbox yet that
 # is made at this point.
@@ -63,7 +84,7 @@ LOST = "update megamcp.sandboxes set status = 'lost', reason = $2 where name = $
 
 # Answered calls that are lost with a sandbox are told of in the journal: once, since its rollout's row is locked before
 # it is looked. An answer may be booked after the end, so it is looked again whenever somebody is told.
-LOCK_ROLLOUT_OF = """select 1 from megamcp.rollouts r join megamcp.sandboxes s on s.rollout = r.id where s.name = $1
+LOCK_ROLLOUT_OF = """select r.id from megamcp.rollouts r join megamcp.sandboxes s on s.rollout = r.id where s.name = $1
     for no key update of r"""
 TELL_LOST = f"""with gone as (
     select s.rollout, s.server, s.reason from megamcp.sandboxes s
@@ -72,11 +93,11 @@ TELL_LOST = f"""with gone as (
                           and v.kind = 'state_lost' and v.server = s.server)
 ), counted as (
     update megamcp.rollouts r set seq = r.seq + 1 from gone g where r.id = g.rollout and r.status = 'open'
-    returning r.id, r.seq, r.checkpoint
+    returning r.id, r.seq
 )
 insert into megamcp.events (rollout, seq, kind, server, data)
 select c.id, c.seq, 'state_lost', g.server,
-       jsonb_build_object('server', g.server, 'reason', g.reason, 'checkpoint', c.checkpoint)
+       jsonb_build_object('server', g.server, 'reason', g.reason, 'checkpoint', $2::text)
   from counted c, gone g"""
 
 # What it printed last, for whoever is told of the end.

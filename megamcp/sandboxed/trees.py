@@ -13,8 +13,9 @@ from megamcp.digests import NOTHING
 from megamcp.environments import LoadedEnvironment, LoadedServer
 from megamcp.errors import Conflict
 from megamcp.sandboxed import journal as sql
-from megamcp.sandboxed.boxes import demand_host, image_lost, spec_of
+from megamcp.sandboxed.boxes import demand_host, spec_of
 from megamcp.sandboxed.host import Host, translated
+from megamcp.sandboxed.lost import box_lost
 from megamcp.store import LOSE_INTENTS, Store
 from sandboxes.types import FileChange, Kind
 
@@ -65,12 +66,9 @@ class Trees:
         head = await connection.fetchrow(sql.HEAD, rollout, server.name) if rollout else None
         if head is not None and head["called"]:
             if head["status"] != "ready":
-                raise Conflict(
-                    f"The sandbox of tool server {server.name!r} has ended ({head['reason']}), and its files with it.",
-                    code="state_lost",
-                    checkpoint=checkpoint,
-                    hint=f"Roll back to checkpoint {checkpoint}." if checkpoint else "Open a new rollout.",
-                )
+                assert rollout is not None
+                words = f" ({head['reason']}), and its files with it."
+                raise await box_lost(connection.fetchval, rollout, server.name, words)
             kind = Kind(head["runtime"])
             await self._host.keeper()  # for what it said of its runtimes
             return Spot(head["name"], head["host"], kind, self._host.keeps_memory(kind), None)
@@ -109,7 +107,11 @@ class Trees:
             if spot.host is not None:
                 demand_host({"host": spot.host}, host, server.name)
                 if spot.name is None:
-                    raise image_lost(server.name, None)
+                    raise Conflict(
+                        f"What a checkpoint keeps of tool server {server.name!r} died with the process that had it.",
+                        code="state_lost",
+                        hint="Compare points whose checkpoints are still there.",
+                    )
         kind = newer.kind or older.kind
         assert kind is not None
         with translated(server.name):

@@ -461,6 +461,11 @@ async def test_a_keeper_that_is_killed_loses_what_was_in_memory_and_says_so(scra
         with pytest.raises(Refused) as refused:
             await made.call(pointed, "items")
         assert refused.value.code == "state_lost"
+        for way_back in (made.back(pointed, point), made.back(fork, point), made.branch(point)):
+            with pytest.raises(Refused) as refused:
+                await way_back
+            assert refused.value.code == "state_lost"
+            assert "open a new rollout" in refused.value.problem["hint"]
         again = await made.begun()
         await made.holds(again)
         with pytest.raises(Refused):

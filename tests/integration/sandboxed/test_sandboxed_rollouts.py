@@ -176,3 +176,28 @@ async def test_a_new_version_of_a_servers_code_is_what_its_rollouts_run(running:
         rollouts.append(await running.client.open("versions"))
         assert (await rollouts[-1].call("version")).structured == {"result": number}
     assert (await rollouts[0].call("version")).structured == {"result": 1}
+
+
+async def test_a_checkpoint_that_died_is_refused_and_the_last_one_that_is_there_is_named(running: Sandboxed) -> None:
+    rollout, store = await running.client.open("memo"), running.gateway.services.store
+    await rollout.call("put", key="k", value="kept")
+    kept = await rollout.checkpoint()
+    await rollout.call("put", key="k", value="of the second")
+    died = await rollout.checkpoint()
+    query = "update megamcp.images i set status = 'lost' from megamcp.image_points p where p.image = i.name"
+    await store.value(f"{query} and p.checkpoint = $1", died.id)
+    await rollout.call("put", key="k", value="lost")
+    await ended(running, rollout)
+    for ask in (rollout.call("items"), rollout.rollback(died), died.fork()):
+        with pytest.raises(Conflict) as told:
+            await ask
+        assert told.value.code == "state_lost"
+        assert kept.id in str(told.value.hint)
+    (event,) = [event for event in await rollout.events() if event.kind == "state_lost"]
+    assert event.data["checkpoint"] == kept.id
+    await rollout.rollback(kept)
+    assert (await rollout.call("items")).structured == {"k": "kept"}
+    await store.value(f"{query} and p.checkpoint = $1", kept.id)
+    with pytest.raises(Conflict, match=kept.id) as told:
+        await kept.fork()
+    assert "open a new rollout" in str(told.value.hint)
