@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -24,7 +25,7 @@ from megamcp.bodies import StrictBodies
 from megamcp.databases.clusters import check as check_clusters
 from megamcp.dataplane import Dataplane
 from megamcp.environments import Environments, bundled
-from megamcp.errors import MegaMCPError, Unavailable, Unprocessable
+from megamcp.errors import MegaMCPError, TooLarge, Unavailable, Unprocessable
 from megamcp.migrate import migrate
 from megamcp.openapi import document_problems
 from megamcp.postgres import check_server
@@ -161,14 +162,37 @@ async def prepare(settings: Settings, dsn: str) -> None:
         signer = await migrate(dsn)
         async with Store.open(dsn, 2) as store:
             environments = Environments(store, signer, settings.document_bytes)
-            for path in [*(bundled() if settings.bundled_environments else []), *settings.environments]:
-                started = time.monotonic()
-                loaded = await environments.load(path)
-                log.info("environment %s ready in %.2f s", loaded.full_name, time.monotonic() - started)
+            await _load_all(
+                environments, [*(bundled() if settings.bundled_environments else []), *settings.environments]
+            )
             await _warn_of_few_connections(settings, store, environments)
 
     await answered(lambda: check_clusters([url.get_secret_value() for url in settings.state_urls]))
     await patiently(dsn, load)
+
+
+async def _load_all(environments: Environments, folders: list[Path]) -> None:
+    """Each folder's environment. Raises one error that names every folder at fault, and what is wrong in it."""
+    faults: list[tuple[Path, MegaMCPError]] = []
+    for folder in folders:
+        started = time.monotonic()
+        try:
+            loaded = await environments.load(folder)
+        except (Unprocessable, TooLarge) as error:
+            faults.append((folder, error))
+        else:
+            log.info("environment %s ready in %.2f s", loaded.full_name, time.monotonic() - started)
+    if len(faults) == 1:
+        ((folder, fault),) = faults
+        fault.message = f"The environment in {folder} can't be loaded: {fault.message}"
+        raise fault
+    if faults:
+        raise Unprocessable(
+            f"Environments in {len(faults)} folders can't be loaded: {', '.join(str(folder) for folder, _ in faults)}.",
+            code="invalid_environment",
+            hint="Mend them, or leave them out of MEGAMCP_ENVIRONMENTS (`--environment`).",
+            problems=[{"where": str(folder), "problem": fault.message, "hint": fault.hint} for folder, fault in faults],
+        )
 
 
 async def _warn_of_few_connections(settings: Settings, store: Store, environments: Environments) -> None:

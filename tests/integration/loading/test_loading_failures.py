@@ -12,12 +12,15 @@ from typing import Any
 
 import asyncpg
 import pytest
+from pydantic import SecretStr
 from sqlalchemy.engine import make_url
 
+from megamcp.app import prepare
 from megamcp.client import Client
 from megamcp.errors import MegaMCPError
 from megamcp.failpoints import VARIABLE, reset
 from megamcp.loading.export import Wanted, export
+from megamcp.settings import Settings
 from tests.integration.loading.conftest import Old, Place, folder_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -320,3 +323,31 @@ async def test_a_gateway_that_is_killed_in_the_middle_leaves_nothing_and_the_nex
     rollout = (await place.services.rollouts.open(loaded.full_name))[0]["id"]
     _, rows, _ = await place.services.queries.run(rollout, None, "select sum(n) from t", None)
     assert bytes(rows[0]) == b"[5]"
+
+
+def broken(folder: Path, text: str) -> Path:
+    folder.mkdir()
+    (folder / "environment.toml").write_text(text)
+    return folder
+
+
+async def test_the_start_tells_of_every_folder_that_it_cannot_load(place: Place, tmp_path: Path) -> None:
+    one = broken(tmp_path / "one", 'name = "one"\n[servers.a]\nurl = "nowhere"\n')
+    two = broken(tmp_path / "two", "name = ")
+    gone = tmp_path / "gone"
+
+    async def told(*folders: Path) -> MegaMCPError:
+        settings = Settings(database_url=SecretStr(place.dsn), bundled_environments=False, environments=list(folders))
+        with pytest.raises(MegaMCPError) as caught:
+            await prepare(settings, place.dsn)
+        return caught.value
+
+    error = await told(one)
+    assert str(one) in error.message
+    assert "servers.a.url" in error.message
+    error = await told(one, two, gone)
+    assert all(str(folder) in error.message for folder in (one, two, gone))
+    problems = {problem["where"]: problem["problem"] for problem in error.extra["problems"]}
+    assert "servers.a.url" in problems[str(one)]
+    assert "Invalid value" in problems[str(two)]
+    assert "finds no" in problems[str(gone)]
