@@ -1,38 +1,16 @@
-"""What an environment is: `environment.toml` (or `mcp.json`) as models, its SQL files, the hash that names a version.
+"""What an environment is: `environment.toml` (or `mcp.json`) as models.
 
-Reads files and decides whether they make sense; loads nothing and knows no database.
+Definitions of versions that were loaded long ago are read with them as well: what is refused here can't be read any
+more. `reading` reads the files, `contradictions` says what a new version may not say.
 """
 
-import hashlib
-import json
 import re
-import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-import msgspec
-from pydantic import (
-    AwareDatetime,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-
-from megamcp.documents.content import NotJson, packed_whole
-from megamcp.errors import Unprocessable
-from megamcp.loading import Script
-from megamcp.loading.script import read as read_script
-from megamcp.state.clones.source import INSIDE
-from megamcp.state.schema import COMPILER_VERSION
-from sandboxes.files import digest
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
 
@@ -201,166 +179,3 @@ class EnvironmentConfig(_Config):
             if not NAME.match(name) or "__" in name:
                 raise ValueError(f"server name {name!r}: letters, digits, - and _ only, no double underscore")
         return self
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """An environment as found on disk."""
-
-    folder: Path
-    config: EnvironmentConfig
-    scripts: dict[str, list[Script]]
-    """SQL of each server that has any, in order."""
-    contents: dict[str, str]
-    """Hash of the files that each server's working folder starts with, where it has any."""
-    documents: dict[str, bytes]
-    """Content of what each server's document starts as, where it is said."""
-    hash: str
-
-
-def read(path: Path) -> Source:
-    """Read an environment from its folder, its `environment.toml` or an `mcp.json`.
-
-    Raises `Unprocessable` (`invalid_environment`) that names the file and every problem in it, or
-    `environment_not_there`.
-    """
-    file = path
-    try:
-        path = path.expanduser().resolve()
-        file = path / "environment.toml" if path.is_dir() else path
-        if path.is_dir() and not file.exists() and (path / "mcp.json").exists():
-            file = path / "mcp.json"
-        text = _text(file)
-    except FileNotFoundError as error:
-        raise Unprocessable(
-            f"The gateway finds no {file} on its machine.",
-            code="environment_not_there",
-            hint="Give a folder that holds an environment.toml, or an mcp.json, by its path on the gateway's machine.",
-        ) from error
-    except (OSError, ValueError, RuntimeError) as error:  # the last two: a NUL or an unknown ~user in the path
-        raise _invalid(file, str(error)) from error
-    try:
-        raw = _from_mcp_json(file, json.loads(text)) if file.suffix == ".json" else tomllib.loads(text)
-        config = EnvironmentConfig.model_validate(raw)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
-        raise _invalid(file, str(error)) from error
-    except ValidationError as error:
-        problems = [{"where": ".".join(map(str, e["loc"])), "problem": e["msg"]} for e in error.errors()]
-        told = "; ".join(f"{p['where'] or 'file'}: {p['problem']}" for p in problems)
-        raise _invalid(file, told, problems=problems) from error
-    scripts = {name: _scripts(file.parent, name, server) for name, server in config.servers.items()}
-    total = hashlib.sha256(config.model_dump_json(by_alias=True, exclude_defaults=True).encode())
-    for name, found in scripts.items():
-        total.update("".join(f"\0{name}\0{script.name}\0{script.content}" for script in found).encode())
-        # Loaded by another version of MegaMCP it is another version of the environment.
-        maker = INSIDE if isinstance(config.servers[name].state, DatabaseConfig) else str(COMPILER_VERSION)
-        total.update(f"\0{maker}".encode() * bool(found))
-    contents: dict[str, str] = {}
-    documents: dict[str, bytes] = {}
-    for name, server in config.servers.items():
-        if isinstance(server.state, ProcessConfig) and server.state.files is not None:
-            contents[name] = _content(file.parent, server.state.files)
-            total.update(f"\0{name}\0{contents[name]}".encode())
-        if isinstance(server.state, DocumentConfig) and server.state.initial is not None:
-            documents[name] = _document(file.parent, name, server.state.initial)
-            total.update(f"\0{name}\0".encode() + documents[name])
-    if any(server.entry or server.command for server in config.servers.values()):
-        for code in sorted(file.parent.glob("*.py")):  # tools that change make a new version, on processes of its own
-            total.update(b"\0" + code.name.encode() + b"\0" + hashlib.sha256(code.read_bytes()).digest())
-    return Source(
-        file.parent,
-        config,
-        {name: found for name, found in scripts.items() if found},
-        contents,
-        documents,
-        total.hexdigest()[:16],
-    )
-
-
-_MCP_JSON = ("url", "headers", "command", "args", "env", "cwd", "state", "restart")
-"""What is read of a server in an `mcp.json`; the last two are ours. Other programs' fields are left alone."""
-
-
-def _from_mcp_json(file: Path, raw: Any) -> dict[str, Any]:
-    if not isinstance(raw, dict) or not isinstance(raw.get("mcpServers"), dict):
-        raise _invalid(file, "there is no object mcpServers")
-    name = raw.get("name") or re.sub(r"[^A-Za-z0-9_-]", "-", file.parent.name) or "environment"
-    servers = {
-        key: {field: value[field] for field in _MCP_JSON if field in value}
-        for key, value in raw["mcpServers"].items()
-        if isinstance(value, dict)
-    }
-    return {"name": name, "servers": servers}
-
-
-def _scripts(folder: Path, name: str, server: ServerConfig) -> list[Script]:
-    if server.command and isinstance(server.state, NoneConfig):
-        raise Unprocessable(
-            f"servers.{name} is started by a command, so each rollout gets a process of its own: that needs state of"
-            f" kind process or database, not {server.state.kind}.",
-            code="unsupported_server",
-            hint="Leave its state out (a sandbox keeps it), or start the server yourself and give its url.",
-        )
-    match server.state:
-        case SchemaConfig(dump=str(dump)) as config:
-            return [_script(folder, dump, dump=True, schema=config.source_schema)]
-        case DatabaseConfig(dump=str(dump)):
-            return [_script(folder, dump, dump=True)]
-        case SchemaConfig(schema_file=schema, seed=seeds) | DatabaseConfig(schema_file=schema, seed=seeds):
-            return [_script(folder, relative) for relative in (schema, *seeds)]
-    return []
-
-
-def _script(folder: Path, relative: str, **how: Any) -> Script:
-    path = folder / relative
-    try:
-        path = path.resolve()
-        if not path.is_relative_to(folder.resolve()):
-            raise _invalid(path, "lies outside of the environment's folder")
-        return read_script(path, relative, **how)
-    except (OSError, ValueError) as error:
-        raise _invalid(path, str(error)) from error
-
-
-def _content(folder: Path, relative: str) -> str:
-    """Digest of a folder of files. Raises `Unprocessable`."""
-    path = (folder / relative).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise _invalid(path, "lies outside of the environment's folder")
-    try:
-        return digest(path)
-    except OSError as error:
-        raise _invalid(path, str(error)) from error
-
-
-def _document(folder: Path, server: str, relative: str) -> bytes:
-    """Packed content of a JSON file. Raises `Unprocessable`."""
-    path = (folder / relative).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise _invalid(path, "lies outside of the environment's folder")
-    try:
-        return packed_whole(msgspec.json.decode(_text(path)))
-    except (OSError, ValueError, NotJson) as error:  # msgspec's are ValueErrors
-        raise _invalid(path, f"what servers.{server} starts as: {error}") from error
-
-
-def _text(file: Path) -> str:
-    """A regular file's text: a pipe or a device would never end. Raises OSError, ValueError."""
-    if file.exists() and not file.is_file():
-        raise OSError(f"{file} is not a regular file")
-    return file.read_text(encoding="utf-8")
-
-
-def _invalid(file: Path, reason: str, **extra: Any) -> Unprocessable:
-    return Unprocessable(
-        f"{file.name}: {reason}",
-        code="invalid_environment",
-        hint="See docs/environments.md for the format.",
-        **extra,
-    )
-
-
-def database_hash(scripts: Sequence[Script]) -> str:
-    """16 hex digits of the SQL that a database is made from, and 8 of what is put in besides."""
-    parts = ["database", *(script.content for script in scripts)]
-    return f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}-{INSIDE}"

@@ -1,7 +1,7 @@
 """Environments: each version is loaded once, by the hash of its definition and files, and looked up from then on.
 
-Loading the same content again costs a query. What an environment is, is said in `definitions`; its servers' state is
-loaded by `megamcp.state`, their processes are run by the data plane.
+Loading the same content again costs a query. What an environment is, is said in `definitions` and read by `reading`;
+its servers' state is loaded by `megamcp.state`, their processes are run by the data plane.
 """
 
 import asyncio
@@ -23,9 +23,6 @@ from megamcp.definitions import (
     ProcessConfig,
     SchemaConfig,
     ServerConfig,
-    Source,
-    database_hash,
-    read,
 )
 from megamcp.documents import logins
 from megamcp.documents.content import demand_size
@@ -34,6 +31,7 @@ from megamcp.errors import Gone, NotFound, TooLarge, Unavailable, Unprocessable
 from megamcp.handles import Signer
 from megamcp.loading import Script
 from megamcp.loading.units import Progress
+from megamcp.reading import Source, database_hash, read
 from megamcp.state.clones.source import INSIDE
 from megamcp.state.schema import COMPILER_VERSION
 from megamcp.store import ENVIRONMENT, Store

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from megamcp.databases import journal as sql
 from megamcp.databases.clusters import Clusters
 from megamcp.databases.underway import Underway
-from megamcp.definitions import database_hash, read
 from megamcp.environments import LoadedEnvironment, LoadedServer
 from megamcp.errors import DeadlineExceeded, Gone
 from megamcp.failpoints import failpoint
 from megamcp.handles import Signer
 from megamcp.loading import Script
 from megamcp.loading.units import Progress
+from megamcp.reading import database_hash, read
 from megamcp.state.clones import Cluster, Keys
 from megamcp.store import Store
 
