@@ -9,7 +9,7 @@ CORES ?= $(shell getconf _NPROCESSORS_ONLN)
 # Tests wait for other processes for much of their time.
 WORKERS ?= $(shell expr $(CORES) + 1)
 
-.PHONY: install demo serve test lint format typecheck bench check fuzz soak clean
+.PHONY: install demo serve test lint format typecheck bench check conformance fuzz soak clean
 
 install: $(DEV_STAMP)
 
@@ -45,6 +45,9 @@ typecheck: $(DEV_STAMP)
 	$(BIN)/mypy
 
 check: lint typecheck test
+
+conformance: $(DEV_STAMP)
+	$(BIN)/python -m tests.conformance
 
 bench: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.gateway
