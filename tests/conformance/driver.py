@@ -90,13 +90,32 @@ class Driver:
         folder = self._folder / name
         folder.mkdir(parents=True)
         lines = [f'name = "{name}"', "[servers.suite]", f"url = {json.dumps(task.url)}"]
-        if told := {key: value for key, value in task.context.items() if key in ("client_id", "client_secret")}:
-            lines += ["[servers.suite.oauth]", *(f"{key} = {json.dumps(value)}" for key, value in told.items())]
-            if task.scenario.startswith("auth/client-credentials"):
-                lines += ['grant = "client_credentials"']
+        if oauth := _oauth(task, folder):
+            lines += ["[servers.suite.oauth]", *(f"{key} = {json.dumps(text)}" for key, text in oauth.items())]
         (folder / "environment.toml").write_text("\n".join(lines) + "\n")
         _checked(await http.post("/v1/environments", json={"path": str(folder)}))
         return name
+
+
+def _oauth(task: Task, folder: Path) -> dict[str, str]:
+    """What the environment says of the gateway as an OAuth client; secrets lie in files beside it."""
+    if task.scenario == "auth/basic-cimd":
+        return {"client_metadata_url": "https://conformance-test.local/client-metadata.json"}
+    given = {
+        "client_id": task.context.get("client_id"),
+        "client_secret": task.context.get("client_secret"),
+        "private_key": task.context.get("private_key_pem"),
+        "algorithm": task.context.get("signing_algorithm"),
+        "issuer": task.context.get("issuer"),
+    }
+    if task.scenario.startswith("auth/client-credentials"):
+        given["grant"] = "client_credentials"
+    told = {key: text for key, text in given.items() if text is not None}
+    for key in told.keys() & {"client_secret", "private_key"}:
+        file = folder / key
+        file.write_text(told[key])
+        told[key] = f"${{file:{file}}}"
+    return told
 
 
 def _checked(answer: httpx.Response) -> Any:
