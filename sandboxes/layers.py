@@ -171,9 +171,10 @@ def open_to_all(tree: str | Path) -> bool:
     return True
 
 
-def size(tree: Path) -> int:
+def size(tree: Path, spared: int | None = None) -> int:
     """Bytes on disk of a folder, each file counted once and for a page at least. What vanishes meanwhile counts
-    nothing, and no link is followed, also none that takes a folder's place meanwhile."""
+    nothing, and no link is followed, also none that takes a folder's place meanwhile. Nor does one file that
+    has `spared` bytes."""
     total = 0
     seen: set[tuple[int, int]] = set()
     try:
@@ -196,6 +197,9 @@ def size(tree: Path) -> int:
                         if (told.st_dev, told.st_ino) in seen:
                             continue
                         seen.add((told.st_dev, told.st_ino))
+                        if spared is not None and stat.S_ISREG(told.st_mode) and told.st_size >= spared:
+                            spared = None
+                            continue
                         total += max(told.st_blocks * 512, _PAGE)
                         if stat.S_ISDIR(told.st_mode):
                             inside.append(entry.name)

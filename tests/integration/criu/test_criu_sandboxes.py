@@ -243,6 +243,7 @@ async def test_limits_hold_after_a_restore(host: Host) -> None:
 
 async def test_who_writes_more_than_it_may_is_ended(host: Host) -> None:
     talk = await host.start(spec(limits=Limits(disk=1 << 20)), "disk-1")
+    assert "File too large" in str(await talk("open('big', 'wb').write(b'x' * (2 << 20))"))
     os.write(talk.pipes.stdin, b"[open(f'{n}', 'wb').write(b'x' * (1 << 19)) for n in range(4)]\n")
     exited = await asyncio.wait_for(host.exited.get(), 20)
     assert (exited.sandbox, exited.reason) == ("disk-1", "it was over its disk limit of 1 MiB")

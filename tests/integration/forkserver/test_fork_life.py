@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sandboxes import layers
+from sandboxes import disks, layers
 from sandboxes.forkserver import runtime
 from sandboxes.types import Limits, SandboxError, Spec
 from tests.integration.forkserver.conftest import Raised, Server, code_spec
@@ -106,12 +106,17 @@ async def test_a_sandbox_that_is_over_its_disk_limit_is_ended_and_that_is_the_re
     assert await other.run("result = 1") == 1
 
 
-async def test_one_file_can_not_become_larger_than_the_disk_limit(server: Server) -> None:
+async def test_one_file_can_not_become_larger_than_the_disk_limit_and_who_tried_goes_on(server: Server) -> None:
     sandbox = await server.start(code_spec(limits=Limits(disk=8 << 20)))
     with pytest.raises(Raised, match="File too large"):
         await sandbox.run("with open('big', 'wb', 0) as f:\n  while True: f.write(bytes(1 << 20))")
     status, _ = await sandbox.shell("head -c 9M /dev/zero > big")
     assert status != 0
+    await sandbox.shell("head -c 2M /dev/zero > beside; mkdir folder")
+    await disks.look(server.runtime._watched)
+    assert await sandbox.run("import os; result = os.path.getsize('big')") == 8 << 20
+    sandbox.say("for n in range(7): open(f'/tmp/{n}', 'wb').write(bytes(1 << 20))")
+    assert "disk limit" in (await server.death(sandbox)).reason
 
 
 async def test_an_image_whose_process_was_ended_is_not_there_any_more(server: Server, spec: Spec) -> None:
