@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import shlex
 import shutil
 import sys
@@ -22,6 +23,7 @@ import httpx
 
 from tests.conformance import processes
 from tests.conformance.driver import Driver
+from tests.conformance.everything import ERAS
 from tests.conformance.suite import REVISIONS, ROOT, NotFetched, Part, Suite, Verdict
 
 HERE = Path(__file__).parent
@@ -42,10 +44,12 @@ class Run:
     scenario: str | None
     direct: bool
     stdio: bool
+    era: str | None
 
     def heading(self, part: Part) -> str:
         """Of the part's list in `expected.toml`."""
-        return f"{part}-stdio" if self.stdio and part is Part.SERVER else part
+        kinds = [self.era, "stdio" if self.stdio else None] if part is Part.SERVER else []
+        return "-".join([part, *(kind for kind in kinds if kind)])
 
 
 class Harness:
@@ -60,7 +64,7 @@ class Harness:
             gateway = None
             if not self._run.direct:
                 gateway = await stack.enter_async_context(processes.gateway(self._folder))
-            server = await stack.enter_async_context(processes.everything())
+            server = await stack.enter_async_context(processes.everything(self._folder, self._run.era))
             if gateway is not None:
                 await self._load(gateway, server)
             socket = self._folder / "driver"
@@ -165,16 +169,21 @@ def main() -> int:
     parser.add_argument("--scenario", help="only this one; name its part too")
     parser.add_argument("--direct", action="store_true", help="without a gateway: what the suite says of our own ends")
     parser.add_argument("--stdio", action="store_true", help="the gateway starts the everything-server, a process each")
+    parser.add_argument("--era", choices=ERAS, help="the everything-server is one of this era only")
     parser.add_argument("--shrink", action="store_true", help="take out of expected.toml what passes now")
     parser.add_argument("--fetch", action="store_true", help="only get Node and the suite")
     given = parser.parse_args()
+    if given.stdio and given.era:
+        parser.error("--era is for an everything-server over HTTP")
     run = Run(
         [given.revision] if given.revision else list(REVISIONS),
         [Part(given.part)] if given.part else list(Part),
         given.scenario,
         given.direct,
         given.stdio,
+        given.era,
     )
+    logging.disable(logging.WARNING)  # the SDK's client tells of each tool that it leaves out
     began = time.monotonic()
     try:
         suite = Suite.fetched()
@@ -187,9 +196,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="megamcp-conformance-") as folder:
         Path(folder).chmod(0o755)
         found = asyncio.run(Harness(suite, run, Path(folder)).run())
-        if (log := Path(folder) / "gateway.log").exists():
+        for log in Path(folder).glob("*.log"):
             shutil.copy(log, RESULTS)
-    print(f"{time.monotonic() - began:.0f} s; all checks, and the gateway's log, are in {RESULTS.relative_to(ROOT)}")
+    print(f"{time.monotonic() - began:.0f} s; all checks, and the processes' logs, are in {RESULTS.relative_to(ROOT)}")
     if given.shrink:
         EXPECTED.write_text(shrunk(run, listed, found))
         listed = tomllib.loads(EXPECTED.read_text())

@@ -1,8 +1,8 @@
 """An MCP server with one of everything, in both eras: what the conformance suite talks to behind the gateway.
 
 `python -m tests.conformance.everything` serves streamable HTTP on a port (told on stdout as one line, the URL), or
-stdio with `--stdio`. It stands on the low level of the `mcp` SDK, so that schemas and results are exactly what is
-written here.
+stdio with `--stdio`. With `--era` it is a server that knows one of the eras only. It stands on the low level of the
+`mcp` SDK, so that schemas and results are exactly what is written here.
 """
 
 import argparse
@@ -24,6 +24,8 @@ from mcp.server.subscriptions import ListenHandler
 from mcp.shared.exceptions import MCPDeprecationWarning, MCPError
 from mcp_types import (
     INVALID_PARAMS,
+    INVALID_REQUEST,
+    UNSUPPORTED_PROTOCOL_VERSION,
     BlobResourceContents,
     CallToolRequestParams,
     CallToolResult,
@@ -56,11 +58,16 @@ from mcp_types import (
     UnsubscribeRequestParams,
 )
 from mcp_types.methods import CacheableMethod
+from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS, MODERN_PROTOCOL_VERSIONS
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.conformance.asking import Context, NotYet, ask, form
 from tests.conformance.sessions import Sessions
 from tests.conformance.tools import OFFERS, PNG, TEXT, WATCHED, Refused, embedded
 
+ERAS = ("handshake", "modern")
 EXTRA_TOOL = Tool(name="test_extra_tool", description="Comes and goes.", input_schema={"type": "object"})
 EXTRA_PROMPT = Prompt(name="test_extra_prompt", description="Comes and goes.")
 
@@ -259,9 +266,37 @@ class Events(EventStore):
         return stream
 
 
-async def serve_http(port: int) -> None:
-    app = Everything().streamable_http_app(event_store=Events(), retry_interval=100)
+class OneEra:
+    """Before the HTTP application: answers what the other era asks as a server would that never heard of it."""
+
+    def __init__(self, app: ASGIApp, era: str) -> None:
+        self._app = app
+        self._modern = era == "modern"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        version = Headers(scope=scope).get("mcp-protocol-version")
+        others = (None, *HANDSHAKE_PROTOCOL_VERSIONS) if self._modern else MODERN_PROTOCOL_VERSIONS
+        if version not in others:
+            await self._app(scope, receive, send)
+            return
+        if self._modern:
+            data = {"supported": list(MODERN_PROTOCOL_VERSIONS), "requested": version or ""}
+            error = {"code": UNSUPPORTED_PROTOCOL_VERSION, "message": "Unsupported protocol version", "data": data}
+        else:  # in the words of the SDK's first version
+            error = {"code": INVALID_REQUEST, "message": "Bad Request: Missing session ID"}
+        answer = {"jsonrpc": "2.0", "id": None if self._modern else "server-error", "error": error}
+        status = 400 if scope["method"] == "POST" else 405
+        await JSONResponse(answer, status_code=status)(scope, receive, send)
+
+
+async def serve_http(port: int, era: str | None) -> None:
+    app: ASGIApp = Everything().streamable_http_app(event_store=Events(), retry_interval=100)
     # h11 leaves no spaces around a header's value; httptools leaves those after it.
+    if era is not None:
+        app = OneEra(app, era)
     listening = socket.create_server(("127.0.0.1", port))
     print(f"http://127.0.0.1:{listening.getsockname()[1]}/mcp", flush=True)
     await uvicorn.Server(uvicorn.Config(app, log_level="warning", http="h11")).serve(sockets=[listening])
@@ -277,9 +312,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.everything", description=__doc__)
     parser.add_argument("--stdio", action="store_true", help="serve stdio, not HTTP")
     parser.add_argument("--port", type=int, default=0, help="of 127.0.0.1; 0, the default, takes a free one")
+    parser.add_argument("--era", choices=ERAS, help="be a server of this era only (over HTTP)")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", MCPDeprecationWarning)  # what the handshake era can do is what is tested here
-    serve: Callable[[], Awaitable[None]] = serve_stdio if arguments.stdio else lambda: serve_http(arguments.port)
+    serve: Callable[[], Awaitable[None]] = (
+        serve_stdio if arguments.stdio else lambda: serve_http(arguments.port, arguments.era)
+    )
     asyncio.run(serve())  # type: ignore[arg-type]
 
 

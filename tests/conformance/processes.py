@@ -16,12 +16,13 @@ URL = re.compile(rb"https?://\S+")
 
 
 @asynccontextmanager
-async def everything() -> AsyncIterator[str]:
-    """The URL of an everything-server over HTTP."""
-    command = (sys.executable, "-m", "tests.conformance.everything")
-    async with _running(command, None, asyncio.subprocess.PIPE) as process:
-        assert process.stdout is not None
-        yield await _line_with_url(process.stdout)
+async def everything(folder: Path, era: str | None) -> AsyncIterator[str]:
+    """The URL of an everything-server over HTTP; its log is `everything.log` in the folder."""
+    command = (sys.executable, "-m", "tests.conformance.everything", *(("--era", era) if era else ()))
+    with (folder / "everything.log").open("wb") as errors:
+        async with _running(command, errors.fileno(), asyncio.subprocess.PIPE) as process:
+            assert process.stdout is not None
+            yield await _line_with_url(process.stdout)
 
 
 @asynccontextmanager
@@ -49,7 +50,7 @@ async def _line_with_url(output: asyncio.StreamReader) -> str:
 
 @asynccontextmanager
 async def _running(
-    command: tuple[str, ...], errors: int | None, output: int | None
+    command: tuple[str, ...], errors: int, output: int | None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """The process in a group of its own, so that Ctrl-C is ours to handle; ended by SIGTERM, or else by SIGKILL."""
     # The user's settings are for the user's own gateway.
