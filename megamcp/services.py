@@ -102,7 +102,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         squasher = Squasher(store, environments, settings)
         stopping = asyncio.Event()
         keeper = Keeper(side, databases, settings, lambda: instance.owner)
-        tender = Tender(side, host, settings, lambda: instance.owner)
+        tender = Tender(side, host, settings, lambda: instance.owner, boxes.leave)
         tasks = [asyncio.create_task(instance.hold())]
         try:
             async with asyncio.timeout(START_S):

@@ -217,7 +217,7 @@ class Dedicated:
         while seat.busy and not seat.urgent:
             seat.idle.clear()
             await seat.idle.wait()
-        await self._stopped(seat, "another gateway process wants it", now=seat.urgent)
+        await self._stopped(seat, "it was idle, or another gateway process wants it", now=seat.urgent)
 
     async def forget(self, environment_id: int) -> None:
         """An environment was unloaded."""

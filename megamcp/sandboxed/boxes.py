@@ -60,7 +60,7 @@ class Boxes:
         """Environment and server -> runtimes that it was tried with in vain."""
         self.let_go: Callable[[str], bool] | None = None
         """Asked to close a sandbox's pipes as soon as nothing is under way in them; False: they aren't open."""
-        host.on_exit, host.on_wanted, host.on_meeting = self._exited, self._wanted, self._met
+        host.on_exit, host.on_wanted, host.on_meeting = self._exited, self.leave, self._met
 
     # -- finding and making ---------------------------------------------------------------------------------------
 
@@ -287,8 +287,6 @@ class Boxes:
 
     async def close(self, sandbox: str, *, clean: bool) -> None:
         self._ends.pop(sandbox, None)
-        with contextlib.suppress(MegaMCPError):
-            await self._store.value(sql.USED, sandbox)
         await self._detach(sandbox, clean=clean)
 
     async def _detach(self, sandbox: str, *, clean: bool) -> None:
@@ -332,7 +330,8 @@ class Boxes:
         while len(self._ends) > _REASONS_KEPT:
             del self._ends[next(iter(self._ends))]
 
-    async def _wanted(self, sandbox: str) -> None:
+    async def leave(self, sandbox: str) -> None:
+        """Closes its pipes as soon as nothing is under way in them; nothing where others have them."""
         if (pipes := self._started.pop(sandbox, None)) is not None:  # nobody has opened it
             _close(pipes)
             await self.close(sandbox, clean=True)

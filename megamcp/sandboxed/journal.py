@@ -167,9 +167,15 @@ KNOWN = "select name from megamcp.sandboxes where host = $1 union all select nam
 # What has no process any more, by its row.
 ENDED_HERE = "select name from megamcp.sandboxes where host = $1 and status in ('parked', 'lost')"
 
-# Sandboxes that nothing has used for long and that can wait on disk, memory and all.
-IDLE = f"""select s.name, s.rollout, s.server, s.image, s.seq, {_CALLED} as called from megamcp.sandboxes s
+# Sandboxes that nothing has used for long and that can wait on disk, memory and all. `used_at` is when one was last
+# opened, or found to be unable to wait; the journal has its calls.
+IDLE = """select s.name, s.rollout, s.server from megamcp.sandboxes s
     where s.host = $1 and s.status = 'ready' and s.runtime = 'criu' and s.rollout is not null
-      and s.used_at < clock_timestamp() - $2::interval limit $3"""
+      and s.used_at < clock_timestamp() - $2::interval
+      and coalesce((select coalesce(v.ended_at, v.at) from megamcp.events v
+                     where v.rollout = s.rollout and v.kind = 'call' and v.server = s.server
+                     order by v.seq desc limit 1) < clock_timestamp() - $2::interval, true)
+      and not exists (select 1 from megamcp.events v where v.rollout = s.rollout and v.server = s.server
+                         and v.kind = 'call' and not v.exact and v.state = 'running') limit $3"""
 PARK = """update megamcp.sandboxes s set status = 'parked', image = $2, seq = r.seq from megamcp.rollouts r
     where s.name = $1 and s.status = 'ready' and r.id = s.rollout returning s.name"""

@@ -5,11 +5,10 @@ round, here or elsewhere, takes it up from the rows.
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
 from megamcp.errors import MegaMCPError
@@ -33,7 +32,16 @@ GIVEN_UP = timedelta(minutes=15)
 class Tender:
     """Runs `once` every second until cancelled. Starts no keeper: where none runs there is nothing to keep."""
 
-    def __init__(self, store: Store, host: Host, settings: Settings, owner: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        host: Host,
+        settings: Settings,
+        owner: Callable[[], int],
+        leave: Callable[[str], Awaitable[object]],
+    ) -> None:
+        """`leave` closes the pipes of a sandbox, where this process has them."""
+        self._leave = leave
         self._store = store
         self._host = host
         self._settings = settings
@@ -70,13 +78,19 @@ class Tender:
         parked = 0
         after = timedelta(seconds=self._settings.sandbox_park_s)
         rows = await self._store.rows(sql.IDLE, host, after, BATCH)
-        # Whoever has one open closes it when it was idle for long, and says when.
         held = {info.sandbox for info in (await keeper.inventory()).sandboxes if info.held} if rows else set()
         for row in rows:
-            if row["name"] in held:
+            if row["name"] in held:  # by this process or another, whose tender sees the same; a later round parks it
+                await self._leave(row["name"])
                 continue
-            with contextlib.suppress(SandboxError, MegaMCPError):  # one that is busy now
+            try:
                 parked += await self._park_one(keeper, row["name"], row["rollout"], row["server"])
+            except SandboxError as error:
+                if error.code == "not_forkable":  # and won't be in a second
+                    log.info("sandbox %s can't wait on disk: %s", row["name"], error)
+                    await self._store.value(sql.USED, row["name"])
+            except MegaMCPError:  # one that is busy now
+                pass
         return parked
 
     async def _park_one(self, keeper: Client, name: str, rollout: str, server: str) -> bool:

@@ -19,7 +19,7 @@ async def test_a_server_with_a_thread_is_frozen_parked_and_stopped_in_a_call_wit
     top.mkdir(mode=0o700)
     async with (
         database_with(postgres_dsn, environment(top, AUTO, "memo_server", "threaded_server")) as dsn,
-        gateway_on(dsn, sandbox_dir=tmp_path / "keeper", sandbox_park_s=0.5, dedicated_idle_s=0.5) as running,
+        gateway_on(dsn, sandbox_dir=tmp_path / "keeper", sandbox_park_s=0.5) as running,
     ):
         rollout = await running.client.open("auto")
         await rollout.call("put", key="k", value="v")

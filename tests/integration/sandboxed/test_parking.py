@@ -29,16 +29,14 @@ class Parked:
     runtime: FilesOnly
 
     async def park(self, rollout: Rollout) -> str:
-        """Lets go of the rollout's sandbox, makes it old, and has it parked; gives its name."""
+        """Makes the rollout's sandbox old, as this gateway has it open, and has it parked; gives its name."""
         services = self.running.gateway.services
         name: str = await services.store.value("select name from megamcp.sandboxes where rollout = $1", rollout.id)
-        assert services.dataplane.let_go(name)
-        keeper, _ = await services.tender._host.keeper()
-        while any(info.held for info in (await keeper.inventory()).sandboxes if info.sandbox == name):
-            await asyncio.sleep(0.01)
-        await services.store.value(
-            "update megamcp.sandboxes set used_at = used_at - interval '1 hour' where name = $1", name
-        )
+        for query in (
+            "update megamcp.events set ended_at = ended_at - interval '1 hour' where rollout = $1",
+            "update megamcp.sandboxes set used_at = used_at - interval '1 hour' where rollout = $1",
+        ):
+            await services.store.value(query, rollout.id)
         async with asyncio.timeout(60):
             while await services.store.value("select status from megamcp.sandboxes where name = $1", name) == "ready":
                 await services.tender.once()  # or the gateway's own round does it
