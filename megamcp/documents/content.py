@@ -4,7 +4,7 @@ Packing is what every call pays for, so it is one pass in C over the document, b
 as it was, and only what has changed is looked at in Python. Invariant: equal documents (keys in equal order) pack to
 equal bytes. So a call that changed nothing is told by comparing, and one that changed little by what the two have in
 common at both ends. What turned into a tuple or a set of the very same items looks unchanged, and is noticed when
-something beside it changes.
+something beside it changes, or when it was put into a `Table`.
 
 A document is a tree: what two places of it share is two things once it was loaded again.
 """
@@ -77,7 +77,7 @@ def pack(document: Json, *, tuples: bool) -> Packed:
     """
     packed = Packed([], [])
     try:
-        _add(packed, document, (), 0)
+        _add(packed, document, (), 0, tuples)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         # Packing says what is wrong; where it is wrong, only a look at everything can say.
         check(document, (), tuples=tuples)
@@ -192,10 +192,10 @@ def spliced(content: bytes, splices: Sequence[Splice]) -> bytes:
     return bytes(room)
 
 
-def _add(packed: Packed, value: Any, path: Path, depth: int) -> None:
+def _add(packed: Packed, value: Any, path: Path, depth: int, tuples: bool) -> None:
     kind = type(value)
     if kind is Table:
-        _add_table(packed, value, path)
+        _add_table(packed, value, path, tuples)
         return
     count = len(value) if kind is dict or kind is list else 0
     if not count or (depth >= _DEPTH and count <= _GROUP):
@@ -215,17 +215,21 @@ def _add(packed: Packed, value: Any, path: Path, depth: int) -> None:
         for key, item in value.items():
             packed.pieces.append(_encode(key))
             packed.origins.append((path, {key: None}, 0, False))  # the key is looked at as one of a mapping
-            _add(packed, item, (*path, key), depth + 1)
+            _add(packed, item, (*path, key), depth + 1, tuples)
     else:
         for index, item in enumerate(value):
-            _add(packed, item, (*path, index), depth + 1)
+            _add(packed, item, (*path, index), depth + 1, tuples)
 
 
-def _add_table(packed: Packed, table: Table[Any], path: Path) -> None:
+def _add_table(packed: Packed, table: Table[Any], path: Path, tuples: bool) -> None:
+    _demand_place(path)
     packed.pieces.append(_header(len(table), True))
     packed.origins.append(None)
     for group in table.groups:
         if group.piece is None:
+            for key in group.unchecked:
+                check(group.items[key], (*path, key), tuples=tuples)
+            group.unchecked.clear()
             group.piece = _encode(group.items)[1 if len(group.items) < 16 else 3 :]
         packed.pieces.append(group.piece)
         packed.origins.append((path, group.items, 0, False))
@@ -258,6 +262,7 @@ def _check(value: Any, path: Path, tuples: bool, first: int = 0) -> None:
             if type(item) is not int or not -(2**63) <= item < 2**64:
                 _check(item, (*path, key), tuples)
     elif kind is Table:
+        _demand_place(path)
         for group in value.groups:
             _check(group.items, path, tuples)
     elif kind is list or (kind is tuple and tuples):
@@ -273,6 +278,16 @@ def _check(value: Any, path: Path, tuples: bool, first: int = 0) -> None:
             raise _refused(path, f"is {value}, which JSON has no form for")
     elif kind is not bool and value is not None:
         raise _refused(path, f"is {_named(value)}, which JSON has no form for")
+
+
+def _demand_place(path: Path) -> None:
+    """Raises `NotJson` for a table where a load would make none."""
+    if len(path) > 1:
+        raise NotJson(
+            f"{pointer(path)} is a Table inside of something else, where it would be a dict after a load.",
+            hint="Keep a Table as an attribute of the object, or as a value of the object that dump gives; elsewhere a"
+            " dict.",
+        )
 
 
 def _text(text: str, path: Path) -> None:
@@ -292,7 +307,8 @@ def _refused(path: Path, what: str) -> NotJson:
 
 def _named(value: Any) -> str:
     kind = type(value)
-    return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def pointer(path: Sequence[str | int]) -> str:

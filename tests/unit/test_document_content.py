@@ -64,7 +64,7 @@ def test_splices_are_applied_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"a": {1: 2}}, "/a has a key 1 that is a int"),
+        ({"a": {1: 2}}, "/a has a key 1 that is an int"),
         ({"a": {None: 2}}, "/a has a key None"),
         ({"a": [1, float("nan")]}, "/a/1 is nan"),
         ({"a": float("-inf")}, "/a is -inf"),
@@ -74,7 +74,7 @@ def test_splices_are_applied_in_their_order() -> None:
         ({"\ud800": 1}, "The document holds text with a lone surrogate"),
         ({"a": 2**64}, "/a is an integer of more than 64 bits"),
         ({"a": [0] * 300 + [b"x"]}, "/a/300 is a bytes"),
-        ({"a": {"b": [object()]}}, "/a/b/0 is a object"),
+        ({"a": {"b": [object()]}}, "/a/b/0 is an object"),
         (1j, "The document is a complex"),
     ],
 )

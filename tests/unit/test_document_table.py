@@ -75,6 +75,45 @@ def test_what_is_no_json_in_a_table_is_refused_by_its_place(bad: Any) -> None:
         splices(old.content(), old.bounds(), pack({"things": table}, tuples=False), tuples=False)
 
 
+def test_a_table_is_joined_as_a_dict_is() -> None:
+    plain, more = {"a": 1, "b": 2}, {"b": 3, "c": 4}
+    table = Table(plain)
+    kept = table
+    table |= more
+    table |= [("d", 5)]
+    assert table is kept
+    assert list(table.items()) == list((plain | more | {"d": 5}).items())
+    for joined in (Table(plain) | more, plain | Table(more), Table(plain) | Table(more)):
+        assert type(joined) is Table
+        assert list(joined.items()) == list((plain | more).items())
+    with pytest.raises(TypeError):
+        Table(plain) | [("d", 5)]
+    assert list(reversed(table)) == ["d", "c", "b", "a"]
+    assert table.popitem() == ("d", 5)
+    assert table.copy() == {"a": 1, "b": 3, "c": 4}
+    table.clear()
+    assert not table
+    assert table.groups == []
+
+
+@pytest.mark.parametrize("equal", [(1, 2), {1, 2}, frozenset({1, 2})])
+def test_an_item_that_is_replaced_by_what_only_packs_to_the_same_is_refused(equal: Any) -> None:
+    table: Table[Any] = Table({f"k{number}": [1, 2] for number in range(300)})
+    pack({"things": table}, tuples=False)
+    for put in (equal, {"deep": [equal]}):
+        table["k200"] = put
+        with pytest.raises(NotJson, match="/things/k200"):
+            pack({"things": table}, tuples=False)
+
+
+@pytest.mark.parametrize(
+    "where", [{"a": Table({"b": 1})}, [Table()], {"a": {"b": {"c": [Table()]}}}, Table({"a": Table()})]
+)
+def test_a_table_inside_of_an_attribute_is_refused_by_its_place(where: Any) -> None:
+    with pytest.raises(NotJson, match=r"/things/.* is a Table inside of something else"):
+        pack({"things": where}, tuples=False)
+
+
 class Orders:
     """Says that it has a table."""
 

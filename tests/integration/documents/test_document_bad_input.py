@@ -18,11 +18,11 @@ async def unharmed(rollout: Rollout) -> bool:
         ("set", "/things/bad/0/here is a set"),
         ("tuple", "/things/bad/0/here is a tuple"),
         ("nan", "/things/bad/0/here is nan"),
-        ("key", "/things/bad/0/here has a key 1 that is a int"),
+        ("key", "/things/bad/0/here has a key 1 that is an int"),
         ("big", "/things/bad/0/here is an integer of more than 64 bits"),
         ("bytes", "/things/bad/0/here is a bytes"),
         ("surrogate", "/things/bad/0/here holds text with a lone surrogate"),
-        ("object", "/things/bad/0/here is a object"),
+        ("object", "/things/bad/0/here is an object"),
         ("loop", "nested too deeply, or holds itself"),
     ],
 )
