@@ -67,7 +67,8 @@ HINTS: dict[str, str] = {
     "transaction_lost": "Leave the call's transaction to the SDK: no COMMIT, no connection of the tool's own.",
     "upstream_error": _SERVER,
     "tool_server_error": "The message is the tool server's own; its log may say more.",
-    "tool_server_lost": f"{_REPEAT} {_SERVER}",
+    "tool_server_lost": "The call may have had its effect: look at the state, then make it again; with its idempotency"
+    " key it is never run twice. The gateway's log has the tool server's last words.",
     "tool_server_protocol": _SERVER,
     "tool_server_start_failed": _SERVER,
     "tool_server_start_timeout": "See what it waits for, or raise MEGAMCP_START_TIMEOUT_S.",

@@ -29,7 +29,7 @@ from megamcp.errors import Conflict, Unavailable, Unprocessable
 from megamcp.http_protocol import Protocol
 from megamcp.postgres import EmbeddedPostgres
 from megamcp.sandboxed.own import OwnKeeper
-from megamcp.settings import Settings
+from megamcp.settings import Settings, unknown_variables
 
 log = logging.getLogger("megamcp")
 
@@ -43,6 +43,9 @@ READY = "megamcp is ready at"
 def serve(settings: Settings) -> None:
     """Blocks until SIGINT or SIGTERM. Raises `MegaMCPError` for what keeps the gateway from starting."""
     configure_logging(settings.log_level)
+    for name, meant in unknown_variables(os.environ):
+        near = f"did you mean {meant}?" if meant else "docs/settings.md lists those that there are."
+        log.warning("there is no setting %s, and the variable says nothing; %s", name, near)
     try:
         import uvloop
     except ImportError:

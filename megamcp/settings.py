@@ -3,12 +3,25 @@
 Durations are seconds, sizes are bytes. `docs/settings.md` lists them all; a test compares it with this file.
 """
 
+import difflib
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+OTHER_VARIABLES = frozenset(
+    {
+        # the command line, the client, tool servers and tests read these; compose.yaml has its image's name in one
+        *("MEGAMCP_URL", "MEGAMCP_FROM_DSN", "MEGAMCP_FAILPOINTS", "MEGAMCP_IMAGE", "MEGAMCP_ENVIRONMENT"),
+        *("MEGAMCP_TOOL_DSN", "MEGAMCP_TOOL_POOL", "MEGAMCP_TOOL_SERVER", "MEGAMCP_TRUST_READ_ONLY"),
+        *("MEGAMCP_TOOL_INSTANCES", "MEGAMCP_TOOL_INSTANCE_BYTES", "MEGAMCP_TOOL_DOCUMENT_BYTES"),
+        *("MEGAMCP_TEST_DSN", "MEGAMCP_TEST_BASE", "MEGAMCP_TEST_OVERLAY_SERVER"),
+    }
+)
+"""Variables that begin as settings do and are none."""
 
 
 def default_data_dir() -> Path:
@@ -163,3 +176,12 @@ class Settings(BaseSettings):
     tool_connections: int = Field(8, ge=1, description="PostgreSQL connections of each tool server process.")
     query_connections: int = Field(4, ge=1, description="PostgreSQL connections of each process for evaluators' SQL.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
+
+
+def unknown_variables(names: Iterable[str]) -> Iterator[tuple[str, str | None]]:
+    """Those of the variables that look like settings and that nothing reads, each with the setting that is most like
+    it, if any is."""
+    known = [f"MEGAMCP_{name.upper()}" for name in Settings.model_fields]
+    for name in sorted(names):
+        if name.upper().startswith("MEGAMCP_") and name.upper() not in (*known, *OTHER_VARIABLES):
+            yield name, next(iter(difflib.get_close_matches(name.upper(), known, 1, 0.7)), None)

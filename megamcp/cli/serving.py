@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from megamcp.settings import Settings
 
 _LEVELS = ("debug", "info", "warning", "error")
+_OPTIONS = {"environments": "environment", "bundled_environments": "bundled"}
+"""Of settings whose option is called otherwise."""
 
 
 def serve(
@@ -82,17 +84,22 @@ def settings_of(**given: Any) -> "Settings":
         raise typer.BadParameter(f"{level!r} is none of {', '.join(_LEVELS)}", param_hint="--log-level")
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})
-    except SettingsError as error:
+    except SettingsError as error:  # told of before any other, and with no more than the setting's name
+        name = error.args[0].split('"')[1]
         raise Unprocessable(
-            str(error), code="invalid_setting", hint="Lists are JSON: MEGAMCP_ENVIRONMENTS='[\"folder\"]'."
+            f"The setting {name} is wrong: its variable is no JSON.",
+            code="invalid_setting",
+            hint=f'It comes from the variable MEGAMCP_{name.upper()}. Lists are JSON: \'["…", "…"]\'.',
         ) from error
     except ValidationError as error:
         problem = error.errors()[0]
-        name = ".".join(str(part) for part in problem["loc"])
+        name = str(problem["loc"][0])
+        where = ".".join(str(part) for part in problem["loc"])
+        option = f"--{_OPTIONS.get(name, name.replace('_', '-'))}"
         raise Unprocessable(
-            f"The setting {name} is wrong: {problem['msg']}",
+            f"The setting {where} is wrong: {problem['msg']}",
             code="invalid_setting",
-            hint=f"It comes from --{name.replace('_', '-')} or MEGAMCP_{name.upper()}.",
+            hint=f"It comes from {f'the variable MEGAMCP_{name.upper()}' if given.get(name) is None else option}.",
         ) from error
 
 

@@ -1,6 +1,7 @@
 """The client: what can be opened, and the way to what was opened before."""
 
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from os import PathLike, fspath
 from types import TracebackType
@@ -39,10 +40,11 @@ class Client:
         retry: Retry | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`transport` reaches a gateway in this process: `httpx.ASGITransport(app)`."""
+        """`api_key` is MEGAMCP_API_KEY where it isn't given; an empty one sends none. `transport` reaches a gateway in
+        this process: `httpx.ASGITransport(app)`."""
         self._transport = Transport(
             url,
-            api_key=api_key,
+            api_key=os.environ.get("MEGAMCP_API_KEY") if api_key is None else api_key,
             timeout=timeout,
             connections=connections,
             retry=retry or Retry(),

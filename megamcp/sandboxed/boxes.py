@@ -310,8 +310,8 @@ class Boxes:
 
     async def lost(self, sandbox: str, reason: str) -> None:
         """A sandbox has ended by itself. Nothing where it was given up already."""
-        log.warning("sandbox %s of server %s is lost: %s", sandbox, self._names.get(sandbox), reason)
-        await self._store.value(sql.LOST, sandbox, reason)
+        if server := await self._store.value(sql.LOST, sandbox, reason):
+            log.warning("sandbox %s of server %s is lost: %s", sandbox, server, reason)
         await self._tell_lost(sandbox)
 
     async def _tell_lost(self, sandbox: str) -> None:
@@ -436,11 +436,11 @@ def _cwd(server: LoadedServer, environment: LoadedEnvironment, kind: Kind) -> st
 
 
 def demand_host(row: Mapping[str, Any], host: str, server: str) -> None:
-    """Raises `Unavailable` for what another host's keeper has."""
+    """Raises `Unavailable` for what another keeper has."""
     if row["host"] != host:
         raise Unavailable(
-            f"The sandbox of tool server {server!r} is at another host's keeper ({row['host']}), which this gateway"
-            " doesn't reach.",
+            f"The sandbox of tool server {server!r} is with another keeper ({row['host']}) than this gateway's"
+            f" ({host}).",
             code="sandboxes_unavailable",
             hint="Gateway processes that share a database must share the keeper: MEGAMCP_SANDBOX_SOCKET.",
         )

@@ -80,7 +80,8 @@ CONDEMN = "update megamcp.sandboxes set status = 'dropping', rollout = null wher
 USED = "update megamcp.sandboxes set used_at = clock_timestamp() where name = $1"
 
 # The end of a sandbox that nobody asked for.
-LOST = "update megamcp.sandboxes set status = 'lost', reason = $2 where name = $1 and status = 'ready'"
+LOST = """update megamcp.sandboxes set status = 'lost', reason = $2 where name = $1 and status = 'ready'
+    returning server"""
 
 # Answered calls that are lost with a sandbox are told of in the journal: once, since its rollout's row is locked before
 # it is looked. An answer may be booked after the end, so it is looked again whenever somebody is told.

@@ -51,14 +51,21 @@ def load_entry(entry: str) -> Server:
     except Exception as error:
         log.debug("import of %s failed", module_name, exc_info=True)
         raise EntryError(f"can't import {module_name}: {type(error).__name__}: {error}") from error
-    found = getattr(module, attribute, None)
+    if not hasattr(module, attribute):
+        able = [
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, Server) or (isinstance(value, type) and value.__module__ == module_name)
+        ]
+        raise EntryError(f"{module_name} has no {attribute}; it has: {', '.join(able) or 'no server and no class'}")
+    found = getattr(module, attribute)
     if isinstance(found, type):
         try:
             return Server.of(found)
         except ToolSignatureError as error:
             raise EntryError(f"{entry}: {error}") from error
     if not isinstance(found, Server):
-        raise EntryError(f"{entry} is {type(found).__name__}, not a megamcp.sdk.Server or a class")
+        raise EntryError(f"{entry} is of type {type(found).__name__}, not a megamcp.sdk.Server or a class")
     return found
 
 

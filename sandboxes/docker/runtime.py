@@ -449,25 +449,27 @@ def _here_or_pulled(api: Any, image: str) -> Any:
     """What the engine says of an image. Raises `SandboxError` (`start_failed`)."""
     from docker.errors import APIError, ImageNotFound
 
-    try:
-        return api.inspect_image(image)
-    except ImageNotFound:
-        pass
     last, colon, tag = image.rpartition(":")
     named = (
         (last, tag) if colon and "/" not in tag and "@" not in image else (image, None if "@" in image else "latest")
     )
     try:
+        with contextlib.suppress(ImageNotFound):
+            return api.inspect_image(image)
         for line in api.pull(named[0], tag=named[1], stream=True, decode=True):
             if "error" in line:
-                raise SandboxError("start_failed", f"Image {image} could not be pulled: {line['error']}")
+                raise _no_image(image, line["error"])
         return api.inspect_image(image)
     except APIError as error:
-        raise SandboxError(
-            "start_failed",
-            f"Image {image} is not on the Docker engine and could not be pulled: {error.explanation or error}",
-            hint="See that its name is right; build or load it where the engine runs.",
-        ) from error
+        raise _no_image(image, error.explanation or error) from error
+
+
+def _no_image(image: str, why: object) -> SandboxError:
+    return SandboxError(
+        "start_failed",
+        f"Image {image} is not on the Docker engine and could not be pulled: {why}",
+        hint="See that its name is right; build or load it where the engine runs.",
+    )
 
 
 def _started(api: Any, container: str) -> Any:

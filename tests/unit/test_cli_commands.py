@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from megamcp.cli.output import DEFAULT_URL, REQUEST, Output, as_commands
 from megamcp.client import DEFAULT_URL as CLIENT_URL
 from megamcp.demands import no_checkpoint, no_rollout
 from megamcp.errors import Unprocessable
+from megamcp.settings import unknown_variables
 
 COMMANDS = [
     *(["serve"], ["demo"], ["tool-server"], ["tree"], ["version"], ["doctor"]),
@@ -104,8 +106,52 @@ def test_with_json_the_error_is_a_problem_document_on_stderr(cli: CliRunner, now
 def test_a_setting_that_is_wrong_is_told_by_name(cli: CliRunner) -> None:
     result = cli.invoke(app, ["serve"], env={"MEGAMCP_CALL_TIMEOUT_S": "soon"})
     assert result.exit_code == 1
-    assert "MEGAMCP_CALL_TIMEOUT_S" in result.stderr
+    assert "variable MEGAMCP_CALL_TIMEOUT_S" in result.stderr
+    assert "--" not in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "told"),
+    [
+        (
+            ["--log-level", "info"],
+            {"MEGAMCP_STATE_URLS": "postgresql://secret"},
+            "from the variable MEGAMCP_STATE_URLS",
+        ),
+        ([], {"MEGAMCP_ENVIRONMENTS": '[1, "a"]'}, "from the variable MEGAMCP_ENVIRONMENTS"),
+        (["--log-level", "info"], {"MEGAMCP_WORKERS": "0"}, "from the variable MEGAMCP_WORKERS"),
+        (["--workers", "99"], {}, "--workers"),
+    ],
+)
+def test_a_wrong_setting_is_told_by_where_it_comes_from(
+    cli: CliRunner, arguments: list[str], variables: dict[str, str], told: str
+) -> None:
+    result = cli.invoke(app, ["serve", *arguments], env=variables)
+    assert result.exit_code in (1, 2)
+    assert told in result.stderr
+    assert "secret" not in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_variable_that_is_no_setting_is_told_with_the_one_that_is_meant() -> None:
+    told = dict(unknown_variables(["PATH", "MEGAMCP_CALL_TIMEOUT", "megamcp_port", "MEGAMCP_PROT", "MEGAMCP_XYZZY"]))
+    assert told == {
+        "MEGAMCP_CALL_TIMEOUT": "MEGAMCP_CALL_TIMEOUT_S",
+        "MEGAMCP_PROT": "MEGAMCP_PORT",
+        "MEGAMCP_XYZZY": None,
+    }
+
+
+def test_every_variable_that_this_repository_names_is_known() -> None:
+    root = Path(megamcp.__file__).parents[1]
+    files = [root / "compose.yaml", root / ".env.example", root / "README.md", *(root / "docs").glob("*.md")]
+    files += [file for folder in ("megamcp", "sandboxes") for file in (root / folder).rglob("*.py")]
+    named = {
+        name for file in files for name in re.findall(r"\bMEGAMCP_[A-Z_]*[A-Z]\b", file.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    assert dict(unknown_variables(named)) == {}
 
 
 @pytest.mark.parametrize("setting", ["MEGAMCP_PORT", "MEGAMCP_RELAY_PORT"])
@@ -113,7 +159,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(setting: str) -> No
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        ports = {"MEGAMCP_PORT": "0", setting: str(taken.getsockname()[1])}
+        ports = {"MEGAMCP_PORT": "0", setting: str(taken.getsockname()[1]), "MEGAMCP_WORKRES": "2"}
         done = subprocess.run(
             [sys.executable, "-m", "megamcp.cli", "serve", "--data-dir", "/nonexistent/megamcp"],
             env={**os.environ, **ports},
@@ -124,11 +170,21 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(setting: str) -> No
         )
     assert done.returncode == 1
     assert "port_in_use" in done.stderr
+    assert "no setting MEGAMCP_WORKRES" in done.stderr
+    assert "did you mean MEGAMCP_WORKERS?" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("entry", ["nocolon", "no.such.module:server", "json:dumps"])
-def test_an_entry_that_is_no_tool_server_is_told(entry: str) -> None:
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("nocolon", "package.module:attribute"),
+        ("no.such.module:server", "No module named"),
+        ("json:dumps", "json:dumps is of type function"),
+        ("json.decoder:Nope", "json.decoder has no Nope; it has: JSONDecodeError, JSONDecoder"),
+    ],
+)
+def test_an_entry_that_is_no_tool_server_is_told(entry: str, told: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "megamcp.cli", "tool-server", entry],
         capture_output=True,
@@ -138,6 +194,7 @@ def test_an_entry_that_is_no_tool_server_is_told(entry: str) -> None:
     )
     assert done.returncode == 1
     assert "invalid_entry" in done.stderr
+    assert told in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -260,6 +260,18 @@ async def test_the_key_is_sent_as_a_bearer() -> None:
     assert script.requests[0].headers["authorization"] == "Bearer k"
 
 
+@pytest.mark.parametrize(
+    ("options", "sent"), [({}, "Bearer of the variable"), ({"api_key": "k"}, "Bearer k"), ({"api_key": ""}, None)]
+)
+async def test_the_variables_key_is_sent_where_none_is_given(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, str], sent: str | None
+) -> None:
+    monkeypatch.setenv("MEGAMCP_API_KEY", "of the variable")
+    async with scripted(Answer(body={"environments": []}), **options) as (client, script):
+        await client.environments()
+    assert script.requests[0].headers.get("authorization") == sent
+
+
 async def test_input_that_can_not_be_right_is_not_sent() -> None:
     async with scripted(Answer(body=ROLLOUT)) as (client, script):
         with pytest.raises(errors.BadRequest):

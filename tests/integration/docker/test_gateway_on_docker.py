@@ -186,6 +186,7 @@ async def test_an_image_that_is_not_there_is_named_with_its_server(house: House)
     assert caught.value.code == "tool_server_start_failed"
     assert "'absent'" in str(caught.value)
     assert "megamcp-test/there-is-none:1" in str(caught.value)
+    assert "its name is right" in str(caught.value.hint)
 
 
 async def test_what_is_lost_with_the_engine_is_told_and_checkpoints_are_good_when_it_is_back(house: House) -> None:
