@@ -222,7 +222,7 @@ def test_a_hint_names_the_command_that_does_it_not_the_request() -> None:
 
 
 def test_every_request_that_a_hint_names_has_a_command() -> None:
-    named = set()
+    named: set[str] = set()
     for path in Path(megamcp.__file__).parent.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]

@@ -264,7 +264,7 @@ async def test_the_key_is_sent_as_a_bearer() -> None:
     ("options", "sent"), [({}, "Bearer of the variable"), ({"api_key": "k"}, "Bearer k"), ({"api_key": ""}, None)]
 )
 async def test_the_variables_key_is_sent_where_none_is_given(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, str], sent: str | None
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sent: str | None
 ) -> None:
     monkeypatch.setenv("MEGAMCP_API_KEY", "of the variable")
     async with scripted(Answer(body={"environments": []}), **options) as (client, script):
