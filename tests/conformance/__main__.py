@@ -48,7 +48,7 @@ class Run:
 
     def heading(self, part: Part) -> str:
         """Of the part's list in `expected.toml`."""
-        kinds = [self.era, "stdio" if self.stdio else None] if part is Part.SERVER else []
+        kinds = [self.era, "stdio" if self.stdio and part is Part.SERVER else None]
         return "-".join([part, *(kind for kind in kinds if kind)])
 
 
@@ -68,7 +68,8 @@ class Harness:
             if gateway is not None:
                 await self._load(gateway, server)
             socket = self._folder / "driver"
-            await stack.enter_async_context(await Driver(self._folder / "environments", gateway).serve(socket))
+            driver = Driver(self._folder / "environments", gateway, self._run.era)
+            await stack.enter_async_context(await driver.serve(socket))
             found: Found = {}
             for revision in self._run.revisions:
                 for part in self._run.parts:
@@ -169,7 +170,7 @@ def main() -> int:
     parser.add_argument("--scenario", help="only this one; name its part too")
     parser.add_argument("--direct", action="store_true", help="without a gateway: what the suite says of our own ends")
     parser.add_argument("--stdio", action="store_true", help="the gateway starts the everything-server, a process each")
-    parser.add_argument("--era", choices=ERAS, help="the everything-server is one of this era only")
+    parser.add_argument("--era", choices=ERAS, help="our end, server or client, is of this era only")
     parser.add_argument("--shrink", action="store_true", help="take out of expected.toml what passes now")
     parser.add_argument("--fetch", action="store_true", help="only get Node and the suite")
     given = parser.parse_args()

@@ -48,11 +48,13 @@ class Task:
 
 
 class Driver:
-    """Serves `client` at a unix socket. `gateway` is None where the suite's server is to be talked to directly."""
+    """Serves `client` at a unix socket. `gateway` is None where the suite's server is to be talked to directly; `era`
+    is given where it isn't to be the scenario's."""
 
-    def __init__(self, folder: Path, gateway: str | None) -> None:
+    def __init__(self, folder: Path, gateway: str | None, era: str | None) -> None:
         self._folder = folder
         self._gateway = gateway
+        self._era = era
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._number = 0
 
@@ -73,14 +75,14 @@ class Driver:
 
     async def _do(self, task: Task) -> None:
         if self._gateway is None:
-            await use(task, task.url)
+            await use(task, task.url, self._era)
             return
         async with httpx.AsyncClient(base_url=self._gateway, timeout=60) as http:
             name = await self._load(http, task)
             opened = await http.post("/v1/rollouts", json={"environment": name})
             rollout = _checked(opened)["rollouts"][0]
             try:
-                await use(task, rollout["url"])
+                await use(task, rollout["url"], self._era)
             finally:
                 await http.delete(f"/v1/rollouts/{rollout['id']}")
 
@@ -130,13 +132,13 @@ def _told(error: BaseException) -> list[str]:
     return [f"{type(error).__name__}: {error}"]
 
 
-async def use(task: Task, url: str) -> None:
+async def use(task: Task, url: str, era: str | None) -> None:
     """All that there is behind a URL."""
 
     async def elicited(context: Any, params: ElicitRequestParams) -> ElicitResult:
         return await _elicited(task, params)
 
-    handshake = task.revision < "2026"
+    handshake = era == "handshake" or (era is None and task.revision < "2026")
     client = Client(
         url,
         mode="legacy" if handshake else "auto",
