@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import asyncpg
 
 from benchmarks.report import say
-from megamcp.control import role_dsn
 from megamcp.environments import Environments, LoadedEnvironment
 from megamcp.handles import Mode, Signer
 from megamcp.reaper import Reaper
@@ -20,6 +19,7 @@ from megamcp.rollouts import Rollouts
 from megamcp.settings import Settings
 from megamcp.squasher import Squasher
 from megamcp.store import ROLLOUT_BY_ID, Store
+from megamcp.targets import role_dsn
 
 BATCH = 1000
 PATIENCE_S = 300

@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from megamcp import store as sql
 from megamcp import types as t
 from megamcp.environments import LoadedEnvironment
-from megamcp.errors import BadRequest, Unauthorized
+from megamcp.errors import AuthorizationRequired, BadRequest, Unauthorized, Unprocessable
 from megamcp.loading.units import Progress
 from megamcp.loads import watched
 from megamcp.sandboxed.preparing import prepare
@@ -139,6 +139,33 @@ async def load_environment(
         stream = watched(load, request.url.path)
         return StreamingResponse(stream, 201, {"Cache-Control": "no-store"}, media_type="text/event-stream")
     return environment_view(await load(None))
+
+
+@router.post(
+    "/environments/{name}/servers/{server}/authorize",
+    tags=["environments"],
+    summary="Have a tool server at a URL authorized",
+    responses=SLOW,
+)
+async def authorize_server(
+    s: S,
+    name: Annotated[str, Path(description="Name (its newest version) or name@hash.")],
+    server: Annotated[str, Path(description="Of a server with a `url`.")],
+    body: t.Authorize | None = None,
+) -> t.Authorization:
+    """Asks the server for its tools. Where it wants a person's consent first, `url` is where it is given; ask again to
+    see whether it was."""
+    loaded = await s.environments.find(name)
+    found = loaded.named(server)
+    if found.config.url is None:
+        raise Unprocessable(f"Server {server!r} is run by the gateway: nobody has to authorize that.", code="no_url")
+    if body is not None and body.again:
+        await s.authorities.of(loaded, found).forget()
+    try:
+        await s.dataplane.reach(loaded.id, server)
+    except AuthorizationRequired as required:
+        return t.Authorization(authorized=False, url=required.url)
+    return t.Authorization(authorized=True)
 
 
 # -- rollouts -----------------------------------------------------------------------------------------------------

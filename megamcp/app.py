@@ -27,6 +27,7 @@ from megamcp.dataplane import Dataplane
 from megamcp.environments import Environments, bundled
 from megamcp.errors import MegaMCPError, TooLarge, Unavailable, Unprocessable
 from megamcp.migrate import migrate
+from megamcp.oauth.pages import router as pages
 from megamcp.openapi import document_problems
 from megamcp.postgres import check_server
 from megamcp.services import Services, start_services
@@ -115,6 +116,7 @@ def create_app(settings: Settings | None = None) -> Gateway:
     control.add_middleware(StrictBodies, limit=settings.max_body_bytes)
     control.include_router(router)
     control.include_router(metrics.router)
+    control.include_router(pages)
     add_error_handlers(control)
     add_health(control)
     document_problems(control)

@@ -12,11 +12,13 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from megamcp import references
 from megamcp.definitions import (
     DSN,
     DatabaseConfig,
     DocumentConfig,
     EnvironmentConfig,
+    OAuthConfig,
     ProcessConfig,
     Runtime,
     SchemaConfig,
@@ -49,6 +51,13 @@ def _contradictions(server: ServerConfig) -> Iterator[str]:
         yield "headers belong to a url; what a program is to be told goes into env"
     if server.env and server.url:
         yield "env and url: the variables of a program that runs elsewhere can't be set here; take env out"
+    if server.oauth and not server.url:
+        yield "oauth belongs to a url: programs that run here are given secrets by env"
+    if server.oauth and any(name.lower() == "authorization" for name in server.headers):
+        yield "oauth and headers.Authorization: the server takes one of them; take the other out"
+    for name, texts in (("url", [server.url]), ("command", [server.command]), ("args", server.args)):
+        if any(references.present(text) for text in texts if text is not None):
+            yield f"a secret's reference in {name}: those are read in headers, env and oauth only"
     if server.restart != "never" and not isinstance(state, DatabaseConfig):
         yield f"restart and state of kind {state.kind}: restart belongs to state of kind database; take it out"
     if not isinstance(state, DatabaseConfig) and any(DSN in text for text in (*server.args, *server.env.values())):
@@ -100,6 +109,8 @@ def problem_of(error: Mapping[str, Any]) -> dict[str, str]:
         case ("servers", _, "state", kind, *_) if kind in _STATES:
             model: type[BaseModel] = _STATES[kind]
             place = (*place[:3], *place[4:])  # the kind is no key
+        case ("servers", _, "oauth", _, *_):
+            model = OAuthConfig
         case ("servers", _, _, *_):
             model = ServerConfig
         case _:

@@ -10,16 +10,13 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import secrets
-import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import asyncpg
 
@@ -28,28 +25,22 @@ from megamcp import store as sql
 from megamcp.databases import Databases, Door, Place
 from megamcp.databases.journal import RECORD
 from megamcp.dataplane.ports import (
-    SOCKET,
-    ChildTarget,
-    DedicatedTarget,
     EnvironmentView,
     Intent,
     Recorded,
     RolloutView,
     SandboxTarget,
-    ServerView,
     StdioTarget,
-    UrlTarget,
 )
-from megamcp.definitions import DSN, DocumentConfig
 from megamcp.demands import no_rollout
-from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
+from megamcp.environments import Environments, LoadedEnvironment
 from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NotFound, Unprocessable, UpstreamError
 from megamcp.handles import Mode, Signer, fingerprint
-from megamcp.migrate import migrate
 from megamcp.rollouts import Rollouts
 from megamcp.sandboxed import Boxes
 from megamcp.settings import Settings
 from megamcp.store import Store
+from megamcp.targets import Targets, stdio_target, variables
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +123,7 @@ class Control:
         door: Door,
         signer: Signer,
         settings: Settings,
-        dsn: str,
+        targets: Targets,
         instance: Instance,
     ) -> None:
         self._store = store
@@ -143,7 +134,7 @@ class Control:
         self._door = door
         self._signer = signer
         self._settings = settings
-        self._dsn = dsn
+        self._targets = targets
         self._instance = instance
         self._views: dict[int, EnvironmentView] = {}
         self._passed_through: dict[str, RolloutView] = {}
@@ -182,35 +173,8 @@ class Control:
             id=loaded.id,
             name=loaded.name,
             version=loaded.hash,
-            servers=tuple(self._server_view(loaded, server) for server in loaded.servers),
+            servers=tuple(self._targets.view(loaded, server) for server in loaded.servers),
         )
-
-    def _server_view(self, loaded: LoadedEnvironment, server: LoadedServer) -> ServerView:
-        config = server.config
-        stateful = server.schema is not None or server.database is not None or server.document
-        own = server.database is not None
-        if config.url:
-            target = UrlTarget(config.url, config.headers)
-            return ServerView(server.name, target, exactly_once=stateful, own_database=own)
-        if (config.command and not server.document) or server.process:
-            return ServerView(server.name, DedicatedTarget(config.restart == "on_move"), exactly_once=False)
-        environ: dict[str, str] = {"MEGAMCP_TOOL_POOL": str(self._settings.tool_connections), **config.env}
-        if server.login:
-            environ["MEGAMCP_TOOL_DSN"] = role_dsn(self._dsn, server.login, self._signer.password("tool"))
-        if server.document:
-            environ |= {
-                "MEGAMCP_TOOL_DOCUMENT_BYTES": str(self._settings.document_bytes),
-                "MEGAMCP_TOOL_SERVER": server.name,
-            }
-        if isinstance(config.state, DocumentConfig) and config.command:
-            state, program = config.state, (config.command, *config.args)
-            tools = ("--load", str(state.load), "--dump", str(state.dump), "--program", *program)
-            command = (sys.executable, "-m", "megamcp.sdk", "--socket", SOCKET, *tools)
-            proxy = ChildTarget(command, environ, cwd=str(loaded.folder / (config.cwd or ".")))
-            return ServerView(server.name, proxy, exactly_once=True)
-        assert config.entry is not None
-        child = ChildTarget.sdk(config.entry, _with_path(environ, loaded), cwd=str(loaded.folder))
-        return ServerView(server.name, child, exactly_once=stateful, own_database=own)
 
     async def open_for_session(self, environment: str, *, key: str | None) -> str:
         if key is None:
@@ -255,7 +219,7 @@ class Control:
         loaded = await self._environments.by_id(view.environment_id)
         if (found := loaded.named(server)).process:
             name = await self._boxes.ready(view.id, found, loaded)
-            return SandboxTarget(name, self._boxes, view.epoch)
+            return SandboxTarget(name, self._boxes, view.epoch, variables(found).secrets)
         login = await self._door.dsn(view.id, server)
         return stdio_target(loaded.server(server), loaded, login["dsn"], login["password"], view.epoch)
 
@@ -437,54 +401,3 @@ class Control:
 
     async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:
         await self._store.value(sql.TELL_CANCELLED, json.dumps([rollout_id, session, request_id]))
-
-
-async def tool_dsn(dsn: str, environment: str, server: str | None = None) -> str:
-    """DSN of the role that a tool server of a loaded environment works as, for one that runs alone.
-
-    `dsn` is the control role's. Raises `NotFound`.
-    """
-    signer = await migrate(dsn)
-    async with Store.open(dsn, 1) as store:
-        loaded = await Environments(store, signer).find(environment)
-    able = [one for one in loaded.servers if one.login and server in (None, one.name)]
-    if len(able) != 1 or able[0].login is None:
-        names = ", ".join(one.name for one in loaded.servers if one.login)
-        raise NotFound(
-            f"Environment {loaded.name} has no server {server!r} with a login of its own."
-            if server
-            else f"Environment {loaded.name} has {len(able)} servers with a login of their own: name one.",
-            code="server_not_found",
-            hint=f"Such servers: {names or 'none'}.",
-        )
-    return role_dsn(dsn, able[0].login, signer.password("tool"))
-
-
-def stdio_target(
-    server: LoadedServer, environment: LoadedEnvironment, dsn: str, password: str, epoch: int
-) -> StdioTarget:
-    """A dedicated server's command for a rollout whose database is reached at `dsn`."""
-    config = server.config
-    assert config.command is not None
-    return StdioTarget(
-        (config.command, *(text.replace(DSN, dsn) for text in config.args)),
-        {name: text.replace(DSN, dsn) for name, text in config.env.items()},
-        cwd=str(environment.folder / (config.cwd or ".")),
-        generation=epoch,
-        secrets=(dsn, password),
-    )
-
-
-def role_dsn(dsn: str, role: str, password: str) -> str:
-    """The same database for another login."""
-    parts = urlsplit(dsn)
-    login = f"{quote(role, safe='')}:{quote(password, safe='')}"
-    options = [(name, value) for name, value in parse_qsl(parts.query) if name not in ("user", "password")]
-    place = parts.netloc.rpartition("@")[2]
-    return urlunsplit(("postgresql", f"{login}@{place}", parts.path, urlencode(options), ""))
-
-
-def _with_path(environ: Mapping[str, str], loaded: LoadedEnvironment) -> dict[str, str]:
-    """An environment's own modules are found in its folder."""
-    known = os.environ.get("PYTHONPATH")
-    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(loaded.folder), known)))}

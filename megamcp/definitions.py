@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from megamcp import references
+
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
 
 
@@ -91,6 +93,53 @@ StateConfig = Annotated[
 ]
 
 
+class Grant(StrEnum):
+    """How the gateway gets a token for a server."""
+
+    AUTHORIZATION_CODE = "authorization_code"
+    """A person consents once, in a browser."""
+    CLIENT_CREDENTIALS = "client_credentials"
+    """The gateway's own credentials are enough."""
+
+
+class OAuthConfig(_Config):
+    """What the gateway is to a server's authorization server. Nothing of it is needed where that registers clients by
+    itself."""
+
+    grant: Grant = Grant.AUTHORIZATION_CODE
+    client_id: str | None = Field(None, description="Of a client that is registered already.", min_length=1)
+    client_secret: str | None = Field(None, description="A reference: ${env:NAME} or ${file:/path}.")
+    private_key: str | None = Field(None, description="A reference to a PEM: the client signs instead of a secret.")
+    algorithm: Literal["RS256", "ES256"] = Field("ES256", description="What private_key signs by.")
+    client_metadata_url: str | None = Field(
+        None, pattern=r"^https://[^/]+/.+", description="Client id metadata document, in place of the gateway's own."
+    )
+    scopes: list[str] = Field(default_factory=list, description="Asked for besides those that the server names.")
+    issuer: str | None = Field(
+        None, pattern=r"^https?://", description="The only authorization server that may see this client."
+    )
+
+    @field_validator("scopes", mode="before")
+    @classmethod
+    def _in_words(cls, scopes: Any) -> Any:
+        return scopes.split() if isinstance(scopes, str) else scopes
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        for name in ("client_secret", "private_key"):
+            if (text := getattr(self, name)) is not None and not references.only(text):
+                raise ValueError(f"{name} is kept in the database as it stands here: write ${{env:NAME}} or a file's")
+        if (self.client_secret or self.private_key) and not self.client_id:
+            raise ValueError("client_secret and private_key belong to a client_id")
+        if self.client_secret and self.private_key:
+            raise ValueError("give client_secret or private_key, not both")
+        if self.grant is Grant.CLIENT_CREDENTIALS and not (self.client_secret or self.private_key):
+            raise ValueError("grant client_credentials needs client_id, and client_secret or private_key")
+        if self.grant is Grant.AUTHORIZATION_CODE and self.private_key:
+            raise ValueError("private_key is for the grant client_credentials")
+        return self
+
+
 DSN = "{dsn}"
 """Stands in `args` and `env` of a command for the DSN of the rollout's database."""
 
@@ -106,6 +155,7 @@ class ServerConfig(_Config):
     entry: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     url: str | None = Field(None, pattern=r"^https?://")
     headers: dict[str, str] = Field(default_factory=dict)
+    oauth: OAuthConfig | None = Field(None, description="Of a url.")
     command: str | None = None
     args: list[str] = Field(default_factory=list)
     env: dict[str, str] = Field(default_factory=dict)

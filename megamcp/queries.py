@@ -12,7 +12,6 @@ from typing import Any
 import asyncpg
 import msgspec
 
-from megamcp.control import role_dsn
 from megamcp.databases import Reads
 from megamcp.demands import demand_open
 from megamcp.environments import Environments, LoadedServer
@@ -25,6 +24,7 @@ from megamcp.settings import Settings
 from megamcp.state.rewrites import Rewriter, clock_calls
 from megamcp.state.statements import check_foreign_query, check_query
 from megamcp.store import translated
+from megamcp.targets import role_dsn
 
 BATCH = 100
 """Rows that are fetched at once, so that a huge result is noticed before it fills the memory."""

@@ -31,6 +31,7 @@ from megamcp.documents.content import NotJson, packed_whole
 from megamcp.errors import Unprocessable
 from megamcp.loading import Script
 from megamcp.loading.script import read as read_script
+from megamcp.references import missing_secrets
 from megamcp.state.clones.source import INSIDE
 from megamcp.state.schema import COMPILER_VERSION
 from sandboxes.files import digest
@@ -82,6 +83,8 @@ def read(path: Path) -> Source:
         raise _problems(file, [problem_of(one) for one in error.errors()]) from error
     if problems := contradictions(config.servers):
         raise _problems(file, problems)
+    if problems := missing_secrets(config.servers):
+        raise _problems(file, problems)
     scripts = {name: _scripts(file.parent, name, server) for name, server in config.servers.items()}
     total = hashlib.sha256(config.model_dump_json(by_alias=True, exclude_defaults=True).encode())
     for name, found in scripts.items():
@@ -113,8 +116,8 @@ def read(path: Path) -> Source:
     )
 
 
-_MCP_JSON = ("url", "headers", "command", "args", "env", "cwd", "state", "restart")
-"""What is read of a server in an `mcp.json`; the last two are ours. Other programs' fields are left alone."""
+_MCP_JSON = ("url", "headers", "command", "args", "env", "cwd", "state", "restart", "oauth")
+"""What is read of a server in an `mcp.json`; state and restart are ours. Other programs' fields are left alone."""
 
 
 def _from_mcp_json(file: Path, raw: Any) -> dict[str, Any]:
@@ -126,7 +129,18 @@ def _from_mcp_json(file: Path, raw: Any) -> dict[str, Any]:
     if problems := [one for key, value in said.items() for one in of_other_programs(key, value, _MCP_JSON)]:
         raise _problems(file, problems)
     servers = {key: {field: value[field] for field in _MCP_JSON if field in value} for key, value in said.items()}
+    for server in servers.values():
+        if "oauth" in server:
+            server["oauth"] = _ours(server["oauth"])
     return {"name": name, "servers": {**raw["mcpServers"], **servers}}
+
+
+def _ours(oauth: object) -> object:
+    """Other programs have an `oauth`, too: how they call the client's id, and what is about their own machine."""
+    if not isinstance(oauth, dict):
+        return oauth
+    own = {"client_id" if name == "clientId" else name: value for name, value in oauth.items()}
+    return {name: value for name, value in own.items() if name != "callbackPort"}
 
 
 def _scripts(folder: Path, name: str, server: ServerConfig) -> list[Script]:

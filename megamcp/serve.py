@@ -61,6 +61,7 @@ async def _serve(settings: Settings) -> None:
         listen(settings.relay_host, settings.relay_port, "MEGAMCP_RELAY_PORT").close()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(listener.close)
+        settings = settings.model_copy(update={"port": listener.getsockname()[1]})
         if settings.database_url is None:
             postgres = await stack.enter_async_context(
                 EmbeddedPostgres(settings.data_dir / "postgres", max_connections=connections_needed(settings))
@@ -269,9 +270,11 @@ class _Workers:
 
 
 def _as_environment(settings: Settings) -> dict[str, str]:
-    document = settings.model_dump(mode="json", exclude={"database_url", "api_key"}, exclude_none=True)
+    document = settings.model_dump(mode="json", exclude={"database_url", "api_key", "token_key"}, exclude_none=True)
     environment = {f"MEGAMCP_{name.upper()}": _text(value) for name, value in document.items()}
     environment["MEGAMCP_STATE_URLS"] = json.dumps([url.get_secret_value() for url in settings.state_urls])
+    if settings.token_key:
+        environment["MEGAMCP_TOKEN_KEY"] = settings.token_key.get_secret_value()
     if settings.api_key:
         environment["MEGAMCP_API_KEY"] = settings.api_key.get_secret_value()
     return environment

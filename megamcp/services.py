@@ -16,6 +16,7 @@ from megamcp.databases.sources import Sources
 from megamcp.dataplane import Dataplane, Limits
 from megamcp.environments import Environments
 from megamcp.handles import Signer
+from megamcp.oauth import Authorities
 from megamcp.points import Points
 from megamcp.queries import Queries
 from megamcp.reaper import Reaper
@@ -24,8 +25,11 @@ from megamcp.sandboxed import Boxes, BoxFreezer, Host, Tender, Trees
 from megamcp.settings import Settings
 from megamcp.squasher import Squasher
 from megamcp.store import Store
+from megamcp.targets import Targets
 
 SIDE_CONNECTIONS = 4
+GRANT_CONNECTIONS = 2
+"""Tool servers whose tokens are renewed at the same time."""
 START_S = 10
 """Deadline for the first instance connection."""
 
@@ -37,6 +41,7 @@ class Services:
     settings: Settings
     store: Store
     environments: Environments
+    authorities: Authorities
     rollouts: Rollouts
     databases: Databases
     door: Door
@@ -70,6 +75,8 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         stack.push_async_callback(host.aclose)
         boxes = Boxes(side, environments, host, lambda: instance.owner)
         freezer = BoxFreezer(side, host, boxes, lambda: instance.owner)
+        grants = await stack.enter_async_context(Store.open(dsn, GRANT_CONNECTIONS))
+        authorities = Authorities(grants, settings)
         rollouts = Rollouts(store, environments, settings, databases, boxes, freezer)
         reads = Reads(side, databases)
         points = Points(rollouts, environments, reads, Trees(side, host), settings)
@@ -84,7 +91,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
             door=door,
             signer=signer,
             settings=settings,
-            dsn=dsn,
+            targets=Targets(settings, signer, dsn, authorities.of),
             instance=instance,
         )
         dataplane = await stack.enter_async_context(Dataplane(control, limits(settings)))
@@ -114,6 +121,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
                 settings,
                 store,
                 environments,
+                authorities,
                 rollouts,
                 databases,
                 door,

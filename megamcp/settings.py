@@ -81,7 +81,9 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address that `megamcp serve` listens on.")
     port: int = Field(8600, ge=0, le=65535, description="Port that `megamcp serve` listens on; 0 takes a free one.")
     public_url: str | None = Field(
-        None, description="Base of the rollout URLs that are handed out. Unset: taken from each request."
+        None,
+        description="Base of the rollout URLs that are handed out, and of the page that a consent for a tool server"
+        " comes back to. Unset: taken from each request, and the address that is listened on.",
     )
     workers: int = Field(1, ge=1, le=64, description="Gateway processes. Every lock is in PostgreSQL.")
     allowed_origins: list[str] = Field(
@@ -91,6 +93,12 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = Field(
         None,
         description="When set, `/v1` wants `Authorization: Bearer <key>`. Rollout URLs are their own secret.",
+    )
+    token_key: SecretStr | None = Field(
+        None,
+        min_length=16,
+        description="What tokens for tool servers are encrypted by in the database; gateways that share one need the"
+        " same. Unset: `token.key` in `data_dir`, made when it is first needed.",
     )
     environments: list[Path] = Field(
         default_factory=list,

@@ -105,10 +105,11 @@ async def database_named(server: str, name: str, template: str = "template0") ->
 @asynccontextmanager
 async def running_gateway(dsn: str, **settings: Any) -> AsyncIterator[Gateway]:
     """A gateway on a free port, in this process."""
-    chosen = Settings(database_url=SecretStr(dsn), bundled_environments=False, **settings)
-    app = create_app(chosen)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    own = {"port": listener.getsockname()[1], "bundled_environments": False}
+    chosen = Settings(database_url=SecretStr(dsn), **own, **settings)
+    app = create_app(chosen)
     config = uvicorn.Config(app, http="httptools", ws="none", lifespan="on", access_log=False, log_config=None)
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]

@@ -398,6 +398,7 @@ class EnvironmentServer(View):
     name: str
     kind: str
     tables: list[str] = Field(default_factory=list, description="Of kind schema. Of others they are not known here.")
+    url: str | None = Field(None, description="Where it is, if the gateway doesn't run it.")
 
 
 class Environment(View):
@@ -415,6 +416,21 @@ class Environments(View):
     """What can be opened, newest version of each name first."""
 
     environments: list[Environment]
+
+
+class Authorize(Model):
+    """Have a tool server at a URL authorized."""
+
+    again: bool = Field(False, description="Forget the token that is there, and ask for consent anew.")
+
+    model_config = example({"again": False})
+
+
+class Authorization(View):
+    """Whether a tool server takes requests, or what a person has to open first."""
+
+    authorized: bool
+    url: str | None = None
 
 
 class LoadEnvironment(Model):

@@ -37,6 +37,7 @@ def environment_view(loaded: LoadedEnvironment) -> t.Environment:
                 name=server.name,
                 kind=server.config.state.kind,
                 tables=[table.name for table in server.schema.tables] if server.schema else [],
+                url=server.config.url and server.config.url.partition("?")[0],
             )
             for server in loaded.servers
         ],

@@ -1,6 +1,8 @@
 """`megamcp env …`"""
 
+import asyncio
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,11 +10,14 @@ import typer
 
 from megamcp.cli import show
 from megamcp.cli.bar import Bar
-from megamcp.cli.output import Output, talks_to_gateway
+from megamcp.cli.output import FAILED, Output, talks_to_gateway
 from megamcp.errors import BadRequest
 
 if TYPE_CHECKING:
     from megamcp.client import Client
+
+CONSENT_S = 600.0
+POLL_S = 1.0
 
 app = typer.Typer(no_args_is_help=True, help="Environments: what can be opened.")
 
@@ -105,6 +110,41 @@ async def load(
                 shutil.rmtree(path, ignore_errors=True)
             raise
     out.answer(found, lambda: show.environment(found))
+
+
+@app.command()
+@talks_to_gateway
+async def authorize(
+    client: "Client",
+    out: Output,
+    name: Annotated[str, typer.Argument(help="Name, or name@version.")],
+    server: Annotated[
+        str | None, typer.Argument(help="One of its servers; else each with a url.", show_default=False)
+    ] = None,
+    again: Annotated[bool, typer.Option(help="Forget the consent that was given, and ask for it anew.")] = False,
+    wait: Annotated[bool, typer.Option(help="Open the page here, and wait until consent is given.")] = True,
+) -> None:
+    """Have a person consent that the gateway uses servers at URLs."""
+    names = [server] if server else [one.name for one in (await client.environment(name)).servers if one.url]
+    urls: dict[str, str | None] = {}
+    for one in names:
+        urls[one] = url = await client.authorize(name, one, again=again)
+        if url is None:
+            continue
+        out.errors.print(f"Open this page to authorize {one}:\n{url}", soft_wrap=True, markup=False)
+        if wait:
+            typer.launch(url)
+            give_up = time.monotonic() + CONSENT_S
+            while urls[one] is not None and time.monotonic() < give_up:
+                await asyncio.sleep(POLL_S)
+                urls[one] = await client.authorize(name, one)
+    waiting = {one: url for one, url in urls.items() if url is not None}
+    out.answer(
+        {"authorized": [one for one in names if one not in waiting], "waiting": waiting},
+        lambda: "\n".join(f"{one}: {'waits for consent' if one in waiting else 'authorized'}" for one in names),
+    )
+    if waiting and wait:
+        raise typer.Exit(FAILED)
 
 
 def _absolute(path: str) -> str:

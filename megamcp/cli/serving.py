@@ -170,8 +170,8 @@ def tool_server(
 def _tool_dsn(environment: str) -> str:
     import asyncio
 
-    from megamcp.control import tool_dsn
     from megamcp.settings import Settings
+    from megamcp.targets import tool_dsn
 
     control = Settings().database_url
     if control is None:

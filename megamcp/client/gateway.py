@@ -108,6 +108,14 @@ class Client:
             hint="Nothing was loaded half. Load it again.",
         )
 
+    async def authorize(self, environment: str, server: str, *, again: bool = False) -> str | None:
+        """The URL where a person consents that the gateway uses a server; None where it may already.
+
+        `again` forgets the consent that was given.
+        """
+        path = f"/v1/environments/{quote(environment, safe='@')}/servers/{quote(server, safe='')}/authorize"
+        return (await self._transport.post(path, t.Authorization, build(t.Authorize, again=again))).url
+
     # -- rollouts -----------------------------------------------------------------------------------------------
 
     async def open(

@@ -406,7 +406,7 @@ class SocketChild(Child):
     _stderr = asyncio.subprocess.STDOUT
 
     def __init__(self, name: str, target: ChildTarget, sockets: SocketFolder, limits: Limits) -> None:
-        super().__init__(name, target, limits)
+        super().__init__(name, target, limits, target.secrets)
         self._sockets = sockets
         self.socket = ""
         """That of its present life."""

@@ -45,6 +45,8 @@ class Address:
     port: int
     tls: bool
     socket: str | None
+    ip: str | None = None
+    """Where to connect, for a host that has been looked up already."""
 
     @classmethod
     def of(cls, url: str, socket: str | None = None) -> "Address":
@@ -317,7 +319,11 @@ class Pool:
                     _, response = await loop.create_unix_connection(lambda: Response(self), address.socket)
                 else:
                     _, response = await loop.create_connection(
-                        lambda: Response(self), address.host, address.port, ssl=self._tls
+                        lambda: Response(self),
+                        address.ip or address.host,
+                        address.port,
+                        ssl=self._tls,
+                        server_hostname=address.host if self._tls is not None else None,
                     )
         except TimeoutError:
             raise ConnectFailed(f"no connection within {self._connect_s:g} s") from None

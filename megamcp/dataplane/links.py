@@ -108,6 +108,10 @@ class Link:
             listing.add_done_callback(lambda task: self._listed(asked, task))
         return await asyncio.shield(listing)
 
+    async def reach(self) -> None:
+        """Asks for its tools, whatever is known of them. Raises what `tools` does, AuthorizationRequired."""
+        await self._list(self.way(None))
+
     def _listed(self, asked: str | None, task: "asyncio.Task[dict[str, Tool]]") -> None:
         del self._listings[asked]
         if not task.cancelled():

@@ -7,7 +7,7 @@ from megamcp.dataplane.endpoint import Endpoint
 from megamcp.dataplane.links import Environments
 from megamcp.dataplane.ports import ControlPort, Limits
 from megamcp.dataplane.protocol import ToolCall
-from megamcp.errors import BY_RPC, MegaMCPError, Unprocessable, UpstreamError
+from megamcp.errors import BY_RPC, MegaMCPError, NotFound, Unprocessable, UpstreamError
 
 
 class Dataplane:
@@ -77,6 +77,14 @@ class Dataplane:
         """Another gateway process wants a sandbox: this one lets go of it as soon as nothing is under way there. False
         where it doesn't have it."""
         return self._environments.dedicated.let_go(sandbox)
+
+    async def reach(self, environment_id: int, server: str) -> None:
+        """Asks a server that serves all rollouts something that does no harm. Raises NotFound, UpstreamError,
+        AuthorizationRequired, DeadlineExceeded."""
+        environment = self._environments.of(await self._control.environment(environment_id))
+        if (link := environment.links.get(server)) is None:
+            raise NotFound(f"The environment has no server {server[:100]!r}.", code="server_not_found")
+        await link.reach()
 
     async def forget(self, environment_id: int) -> None:
         """An environment was unloaded: stops its servers."""

@@ -24,11 +24,19 @@ class ChildTarget:
     command: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """Left out of what is told of it: see `StdioTarget`."""
 
     @classmethod
-    def sdk(cls, entry: str, environ: Mapping[str, str] | None = None, cwd: str | None = None) -> "ChildTarget":
+    def sdk(
+        cls,
+        entry: str,
+        environ: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        secrets: tuple[str, ...] = (),
+    ) -> "ChildTarget":
         """A server written with `megamcp.sdk`; `entry` is `package.module:attribute`."""
-        return cls((sys.executable, "-m", "megamcp.sdk", entry, "--socket", SOCKET), environ or {}, cwd)
+        return cls((sys.executable, "-m", "megamcp.sdk", entry, "--socket", SOCKET), environ or {}, cwd, secrets)
 
 
 @dataclass(frozen=True, slots=True)

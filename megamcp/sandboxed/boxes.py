@@ -30,6 +30,7 @@ from megamcp.sandboxed import journal as sql
 from megamcp.sandboxed.host import Host, as_ours, translated
 from megamcp.sandboxed.lost import box_lost, image_lost
 from megamcp.store import Store
+from megamcp.targets import variables
 from sandboxes.client import Client
 from sandboxes.types import Exited, Kind, Limits, Pipes, SandboxError, Spec
 
@@ -395,7 +396,7 @@ def spec_of(server: LoadedServer, environment: LoadedEnvironment, kind: Kind) ->
     config, process = server.config, server.process
     assert process is not None
     # Other code under the same entry is another version, and warmed for itself.
-    environ = {"MEGAMCP_ENVIRONMENT": environment.full_name, **config.env}
+    environ = {"MEGAMCP_ENVIRONMENT": environment.full_name, **variables(server).texts}
     if config.command is not None:
         command: tuple[str, ...] = (config.command, *config.args)
     elif kind is Kind.FORK:

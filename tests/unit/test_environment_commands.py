@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from megamcp.contradictions import contradictions
-from megamcp.control import stdio_target
 from megamcp.definitions import ServerConfig
 from megamcp.environments import LoadedEnvironment, LoadedServer
 from megamcp.errors import Unprocessable
 from megamcp.reading import Source, read
+from megamcp.targets import stdio_target
 
 DATABASE = {"kind": "database"}
 

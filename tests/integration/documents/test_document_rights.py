@@ -8,9 +8,9 @@ import asyncpg
 import pytest
 import pytest_asyncio
 
-from megamcp.control import tool_dsn
 from megamcp.handles import Mode
 from megamcp.migrate import migrate
+from megamcp.targets import tool_dsn
 from tests.integration.documents.conftest import Library
 from tests.integration.security.test_rights import CALLS, EXECUTABLE, RELATIONS
 

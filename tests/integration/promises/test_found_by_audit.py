@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from megamcp import store as sql
-from megamcp.control import role_dsn
 from megamcp.errors import Conflict, Gone, MegaMCPError, NotFound, Unprocessable
 from megamcp.handles import Mode
 from megamcp.migrate import migrate
+from megamcp.targets import role_dsn
 from megamcp.testing import running_gateway
 from tests.integration.conftest import LEDGER
 from tests.integration.promises.world import ToolFailed, World

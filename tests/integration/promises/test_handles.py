@@ -9,9 +9,9 @@ import asyncpg
 import pytest
 import pytest_asyncio
 
-from megamcp.control import role_dsn
 from megamcp.handles import Mode, Signer
 from megamcp.migrate import migrate
+from megamcp.targets import role_dsn
 from tests.integration.promises.world import World
 
 BEGIN = "select * from megamcp.call_begin($1, 'put', '{}')"

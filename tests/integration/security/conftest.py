@@ -15,11 +15,11 @@ from pydantic import SecretStr
 from sqlalchemy.engine import make_url
 
 from megamcp.app import prepare
-from megamcp.control import role_dsn, tool_dsn
 from megamcp.handles import Mode, Signer
 from megamcp.migrate import migrate
 from megamcp.settings import Settings
 from megamcp.state import SchemaState
+from megamcp.targets import role_dsn, tool_dsn
 from megamcp.testing import running_gateway
 from tests.integration.promises.world import World
 

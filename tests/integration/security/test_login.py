@@ -6,7 +6,7 @@ import asyncpg
 import pytest
 
 from megamcp import store
-from megamcp.control import tool_dsn
+from megamcp.targets import tool_dsn
 from tests.integration.security.conftest import ENVIRONMENTS, Attack, refused
 
 
