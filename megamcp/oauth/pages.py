@@ -15,7 +15,7 @@ from megamcp.oauth.authorities import Authorities
 
 log = logging.getLogger(__name__)
 
-router = APIRouter(prefix="/oauth", tags=["authorization"])
+router = APIRouter(prefix="/oauth", include_in_schema=False)
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>MegaMCP</title>
 <style>body{{font:16px/1.5 system-ui,sans-serif;max-width:36em;margin:20vh auto;padding:0 1em}}</style>

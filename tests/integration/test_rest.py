@@ -32,7 +32,9 @@ async def keys(rest: Rest, rollout: str) -> set[str]:
 async def test_environments_are_listed_shown_and_loaded_idempotently(rest: Rest, tmp_path: Path) -> None:
     listed = await rest.done("GET", "/v1/environments")
     (ledger,) = (each for each in listed["environments"] if each["name"] == "ledger")
-    assert ledger["servers"] == [{"name": "ledger", "kind": "schema", "tables": ["account", "entry", "item"]}]
+    assert ledger["servers"] == [
+        {"name": "ledger", "kind": "schema", "tables": ["account", "entry", "item"], "url": None}
+    ]
     assert await rest.done("GET", "/v1/environments/ledger") == ledger
     assert await rest.done("GET", f"/v1/environments/ledger@{ledger['hash']}") == ledger
     await rest.refused(404, "environment_not_found", "GET", "/v1/environments/ledger@0000")
@@ -62,7 +64,7 @@ async def test_an_mcp_json_loads_too(rest: Rest, tmp_path: Path) -> None:
     file = tmp_path / "mcp.json"
     file.write_text(json.dumps({"name": "elsewhere", "mcpServers": {"one": {"url": "http://127.0.0.1:9/mcp"}}}))
     loaded = await rest.done("POST", "/v1/environments", {"path": str(file)})
-    assert loaded["servers"] == [{"name": "one", "kind": "none", "tables": []}]
+    assert loaded["servers"] == [{"name": "one", "kind": "none", "tables": [], "url": "http://127.0.0.1:9/mcp"}]
 
 
 # -- rollouts -----------------------------------------------------------------------------------------------------
