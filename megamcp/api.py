@@ -20,9 +20,9 @@ from megamcp.environments import LoadedEnvironment
 from megamcp.errors import AuthorizationRequired, BadRequest, Unauthorized, Unprocessable
 from megamcp.loading.units import Progress
 from megamcp.loads import watched
-from megamcp.sandboxed.preparing import prepare
 from megamcp.services import Services
 from megamcp.store import cursor_of, read_cursor
+from megamcp.trial import try_out
 from megamcp.views import (
     changes_view,
     checkpoint_view,
@@ -125,14 +125,14 @@ async def load_environment(
     """Idempotent: the same content is the same version. All of it is loaded, or nothing.
 
     With `Accept: text/event-stream`: `progress`, `remark`, and at the end `loaded` or `problem`. Who hangs up before
-    that ends the load. Then, too, what its commands' sandboxes need is got ready (packages, images): a problem with
-    that comes when the environment is loaded already.
+    that ends the load. Then, too, its servers are started, which is told in remarks, and what its sandboxes need is got
+    ready (packages, images): a problem with that comes when the environment is loaded already.
     """
 
     async def load(progress: Progress | None) -> LoadedEnvironment:
         loaded = await s.environments.load(FilePath(body.path), progress, s.databases.sources.build)
         if progress is not None:
-            await prepare(s.host, loaded, progress)
+            await try_out(loaded, s.host, s.dataplane, s.store, progress)
         return loaded
 
     if "text/event-stream" in accept:

@@ -5,8 +5,8 @@ from megamcp.dataplane.asgi import Receive, Scope, Send
 from megamcp.dataplane.calls import CallRequest, Calls
 from megamcp.dataplane.endpoint import Endpoint
 from megamcp.dataplane.links import Environments
-from megamcp.dataplane.ports import ControlPort, Limits
-from megamcp.dataplane.protocol import ToolCall
+from megamcp.dataplane.ports import ChildTarget, ControlPort, Limits
+from megamcp.dataplane.protocol import CHECK_DOCUMENT, ToolCall
 from megamcp.errors import BY_RPC, MegaMCPError, NotFound, Unprocessable, UpstreamError
 
 
@@ -51,6 +51,22 @@ class Dataplane:
         rollout = await self._control.rollout(rollout_id)
         environment = self._environments.of(await self._control.environment(rollout.environment_id))
         return (await environment.tool_list(rollout)).texts
+
+    async def started(self, environment_id: int, server: str) -> bool:
+        """Starts a server that is a child for all rollouts, and asks for its tools; False for any other. Raises
+        UpstreamError, DeadlineExceeded."""
+        link = self._environments.of(await self._control.environment(environment_id)).links[server]
+        if not isinstance(link.server.target, ChildTarget):
+            return False
+        await link.tools(None)
+        return True
+
+    async def demand_document(self, environment_id: int, server: str, document: object) -> None:
+        """Raises Unprocessable where such a server can't load this document."""
+        link = self._environments.of(await self._control.environment(environment_id)).links[server]
+        reply = await (await link.way(None).upstream()).request(CHECK_DOCUMENT, {"document": document})
+        if reply.failed:
+            raise _as_error(reply.body)
 
     async def call(self, rollout_id: str, tool: str, arguments: bytes, *, idempotency_key: str | None = None) -> bytes:
         """One tool call on the path that agents' calls take; `arguments` is the JSON text of an object.

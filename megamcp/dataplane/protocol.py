@@ -32,6 +32,10 @@ class Era(StrEnum):
     """2025-11-25 and before: initialize, then a session."""
 
 
+CHECK_DOCUMENT = "io.megamcp/check_document"
+"""A method of children whose state is a document: whether they can load one."""
+
+
 class UpstreamLost(UpstreamError):
     """The connection broke. `sent` says whether the server may have seen the request."""
 

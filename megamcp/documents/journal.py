@@ -8,6 +8,9 @@ SET_BASE = """insert into megamcp.document_bases (environment, server, version, 
 BASE = """select b.version, b.hash, b.digest from megamcp.document_bases b
     where b.environment = $1 and b.server = $2"""
 
+BASE_CONTENT = """select c.content from megamcp.document_bases b join megamcp.document_blobs c on c.hash = b.hash
+    where b.environment = $1 and b.server = $2"""
+
 # A base's digest, once somebody had to know it.
 SET_BASE_DIGEST = "update megamcp.document_bases set digest = $3 where environment = $1 and server = $2"
 

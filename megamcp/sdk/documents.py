@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Any
 
-from megamcp.documents.content import Splice, spliced
+from megamcp.documents.content import Splice, packed_whole, spliced
 from megamcp.errors import MegaMCPError
 from megamcp.sdk.classes import Keeper
 from megamcp.sdk.database import Database, Lease
@@ -105,6 +105,15 @@ class Documents:
                     instance.drop()
                     instance = await Instance.of(self._keeper, instance.content)
                 self._one = instance
+
+    async def fault_of(self, document: Any) -> str | None:
+        """Why no object can hold a document, if none can."""
+        try:
+            (await Instance.of(self._keeper, packed_whole(document))).drop()
+        except Exception as error:
+            said = error.message if isinstance(error, MegaMCPError) else f"{type(error).__name__}: {error}"
+            return f"{self._name}: the document that it is to start as (state.initial) can't be loaded: {said}"
+        return None
 
     def close(self) -> None:
         """No object is needed any more."""

@@ -123,6 +123,11 @@ class ToolApp:
 
     async def _dispatch(self, request: Request, headers: Headers, receive: Receive, stream: "_Stream") -> None:
         assert request.id is not None
+        if request.method == rpc.CHECK_DOCUMENT and self._documents is not None and not self._alone:
+            if why := await self._documents.fault_of(request.document()):
+                raise RpcError(rpc.INVALID_PARAMS, why, {"code": "invalid_document"})
+            await stream.result(request.id, self._static.done(request))
+            return
         if request.method != "tools/call":
             await stream.result(request.id, self._static.answer(request))
             return

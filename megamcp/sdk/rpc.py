@@ -26,6 +26,9 @@ INTERNAL_ERROR = -32603
 HEADER_MISMATCH = -32020
 UNSUPPORTED_VERSION = -32022
 
+CHECK_DOCUMENT = "io.megamcp/check_document"
+"""A gateway's question about what the document is to start as."""
+
 _VERSION_KEY = "io.modelcontextprotocol/protocolVersion"
 _CAPABILITIES_KEY = "io.modelcontextprotocol/clientCapabilities"
 _MODERN_STATUS = {
@@ -130,6 +133,10 @@ class _CallParams(msgspec.Struct):
     arguments: msgspec.Raw = msgspec.Raw(b"{}")
 
 
+class _CheckParams(msgspec.Struct):
+    document: Any
+
+
 class _Meta(msgspec.Struct):
     version: Any = msgspec.field(name=_VERSION_KEY, default=None)
     capabilities: msgspec.Raw = msgspec.field(name=_CAPABILITIES_KEY, default=msgspec.Raw(b""))
@@ -147,6 +154,7 @@ class _InitializeParams(msgspec.Struct):
 _decode_envelope = msgspec.json.Decoder(_Envelope).decode
 _decode_params = msgspec.json.Decoder(_Params).decode
 _decode_call = msgspec.json.Decoder(_CallParams).decode
+_decode_check = msgspec.json.Decoder(_CheckParams).decode
 _decode_id = msgspec.json.Decoder(int | str).decode
 _decode_initialize = msgspec.json.Decoder(_InitializeParams).decode
 
@@ -193,6 +201,13 @@ class Request:
             raise _unsupported(str(version))
         if self.method == "tools/call" and headers.name != self.tool_call().name:
             raise RpcError(HEADER_MISMATCH, "mcp-name header and params.name disagree")
+
+    def document(self) -> Any:
+        """Of `CHECK_DOCUMENT`. Raises RpcError."""
+        try:
+            return _decode_check(self.params).document
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise RpcError(INVALID_PARAMS, f"{self.method}: {error}") from error
 
     def tool_call(self) -> ToolCall:
         try:
@@ -280,6 +295,10 @@ class StaticAnswers:
                 return self._initialize(request)
             case method, _:
                 raise RpcError(METHOD_NOT_FOUND, f"Method not found: {method}")
+
+    def done(self, request: Request) -> bytes:
+        """To what has no result but that it was done."""
+        return self._ping[request.modern]
 
     def _initialize(self, request: Request) -> bytes:
         try:

@@ -1,5 +1,6 @@
 """What is no document, too large a document, and methods that break: clear errors, and nothing half kept."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,12 @@ async def test_a_read_only_method_that_writes_is_told_and_kept_from_it(library: 
     assert await unharmed(rollout)
 
 
-async def load(library: Library, folder: Path, text: str, code: str | None = None) -> None:
+async def load(
+    library: Library, folder: Path, text: str, code: str | None = None, progress: Callable[..., None] | None = None
+) -> None:
     (folder / "environment.toml").write_text(text)
     (folder / "shelf_server.py").write_text(code or SERVER.read_text())
-    await library.client.load_environment(folder)
+    await library.client.load_environment(folder, progress=progress)
 
 
 STATE = '[servers.bad.state]\nkind = "document"\n'
@@ -98,7 +101,11 @@ async def test_a_first_document_that_is_no_json_is_refused_at_load(
 
 async def test_a_class_that_can_be_no_server_says_why(library: Library, tmp_path: Path) -> None:
     code = "class Shelf:\n    def put(self, key) -> None: ...\n"
-    await load(library, tmp_path, f'name = "untyped"\n[servers.bad]\nentry = "shelf_server:Shelf"\n{STATE}', code)
+    text = f'name = "untyped"\n[servers.bad]\nentry = "shelf_server:Shelf"\n{STATE}'
+    told: list[str] = []
+    await load(library, tmp_path, text, code, lambda what, *_: told.append(what))
+    assert "is loaded, but bad does not work yet" in told[-1]
+    assert "parameter 'key' needs a type annotation" in told[-1]
     with pytest.raises(UpstreamError, match="parameter 'key' needs a type annotation"):
         await (await library.client.open("untyped")).call("put", key="x")
 
@@ -116,10 +123,22 @@ async def test_a_class_whose_first_document_is_none_says_so(library: Library, tm
 async def test_a_first_document_that_the_class_cannot_load_says_so(library: Library, tmp_path: Path) -> None:
     (tmp_path / "initial.json").write_text('{"walls": 4}')
     text = f'name = "walls"\n[servers.bad]\nentry = "shelf_server:Tower"\n{STATE}initial = "initial.json"\n'
-    await load(library, tmp_path, text)
+    told: list[str] = []
+    await load(library, tmp_path, text, progress=lambda what, *_: told.append(what))
+    assert "bad does not work yet: bad: the document that it is to start as (state.initial)" in told[-1]
+    assert "can't be loaded: KeyError: 'floors'" in told[-1]
     refused = await (await library.client.open("walls")).call("floors")
     assert refused.code == "document_failed"
     assert "load failed: KeyError: 'floors'" in refused.text
+
+
+async def test_an_environment_whose_load_is_watched_is_tried_out(library: Library, tmp_path: Path) -> None:
+    (tmp_path / "initial.json").write_text('{"floors": [["cellar", 0]]}')
+    text = f'name = "cellar"\n[servers.good]\nentry = "shelf_server:Tower"\n{STATE}initial = "initial.json"\n'
+    told: list[str] = []
+    await load(library, tmp_path, text.replace("bad", "good"), progress=lambda what, *_: told.append(what))
+    assert told == ["good: its server is started"]
+    assert (await (await library.client.open("cellar")).call("floors")).value == ["cellar"]
 
 
 async def test_a_plain_class_without_a_state_is_refused_call_by_call(library: Library, tmp_path: Path) -> None:

@@ -87,6 +87,17 @@ async def test_a_server_that_can_not_be_started_is_named_with_its_last_words(
     await healthy.call("put", key="k", value="v")
 
 
+async def test_a_load_that_is_watched_tells_that_an_entry_can_not_be_imported(bad: Sandboxed) -> None:
+    told: list[str] = []
+    for name in ("missing", "memo"):
+        folder = (await bad.gateway.services.environments.find(name)).folder
+        await bad.client.load_environment(folder, progress=lambda what, *_: told.append(what))
+    problem, _, ready = [what for what in told if "is got ready" not in what or "memo" in what]
+    assert "is loaded, but missing does not work yet" in problem
+    assert "no_such_module" in problem
+    assert "memo: ready after" in ready
+
+
 async def test_a_call_in_which_the_server_dies_shows_its_last_words(bad: Sandboxed) -> None:
     rollout, other = await bad.client.open_many("memo", 2)
     await other.call("put", key="k", value="v")
