@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Gateways and tests start hundreds of processes, which would each compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 SECONDS ?= 600
@@ -65,7 +67,9 @@ fuzz: $(DEV_STAMP)
 
 soak: $(DEV_STAMP)
 	SOAK_SECONDS=$(SECONDS) SOAK_STEPS=10000 $(BIN)/python -m pytest tests/e2e/test_soak.py tests/e2e/test_kill.py \
-	  tests/integration/test_promises_machine.py --timeout 0
+	  tests/e2e/test_failpoints.py tests/e2e/test_sandbox_kills.py tests/integration/test_promises_machine.py \
+	  tests/integration/squash/test_squash_machine.py tests/integration/documents/test_document_machine.py \
+	  tests/integration/sandboxed/test_one_consistent_cut.py --timeout 0
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

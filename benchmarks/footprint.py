@@ -93,7 +93,7 @@ async def _few_at_once(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 async def memory(url: str, pid: int, quick: bool) -> dict[str, float]:
     """Kibibytes of a rollout, in a gateway that has served nobody yet."""
-    count, settle_s = (500, 0.5) if quick else (10_000, 8)
+    count, settle_s = (200, 0.5) if quick else (10_000, 8)
     environments = ["echo"] if quick else ["echo", "retail"]
     async with aiohttp.ClientSession() as http:
         traffic = Traffic(http, url)
@@ -150,7 +150,7 @@ async def measure(quick: bool) -> dict[str, float]:
             say("start: without a data folder")
             async with started(*options) as first:
                 figures = await memory(first.url, first.pid, quick)
-        for turn in range(2 if quick else 5):
+        for turn in range(1 if quick else 5):
             say(f"start {turn + 1}: on the data folder")
             async with started(*options) as again:
                 taken.append(again.seconds)

@@ -4,7 +4,7 @@
 
 *Below REST* is `Rollouts.fork` in this process: the INSERT, its commit, and nothing else. Latencies are of one request
 after another; rates are of 32 at once. Two databases with a gateway each: one with 10 open rollouts, whose checkpoint
-is the first of its trajectory, and one with 100,000 (`--quick`: 1,000), whose checkpoint is the hundredth. They are
+is the first of its trajectory, and one with 100,000 (`--quick`: 300), whose checkpoint is the hundredth. They are
 measured in turns, so that the ratio between them isn't the machine's mood. The long chain is squashed by the gateway,
 as always.
 
@@ -108,7 +108,7 @@ async def population(
 
 async def measure(quick: bool) -> dict[str, float]:
     """All figures."""
-    many, single, bulk = (1000, 200, 640) if quick else (100_000, 1000, 6400)
+    many, single, bulk = (300, 60, 192) if quick else (100_000, 1000, 6400)
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="mm-") as folder:
         Path(folder).chmod(0o755)
@@ -152,7 +152,7 @@ def main() -> None:
         Target("below_slowdown", "<=", 1.3),
         Target("idle_rollout_many_bytes", "<=", 1024),
     ]
-    report("fork", figures, targets, live_rollouts=1000 if quick else 100_000, checkpoints=TURNS)
+    report("fork", figures, targets, live_rollouts=300 if quick else 100_000, checkpoints=TURNS)
 
 
 if __name__ == "__main__":

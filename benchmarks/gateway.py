@@ -198,7 +198,7 @@ async def retail_ways(ours: Gateway) -> list[Way]:
 
 async def measure(quick: bool, peers: bool) -> tuple[dict[str, float], dict[str, str]]:
     """All figures, and what they were measured against."""
-    rounds, calls = (3, 96) if quick else (7, 400)
+    rounds, calls = (2, 48) if quick else (7, 400)
     async with all_ways(peers, retail=not quick) as (ways, about):
         for way in ways:
             await way.round(AT_ONCE * 4)  # connections, prepared statements, caches

@@ -35,7 +35,7 @@ entry = "shelf_server:Shelf"
 [servers.shelf.state]
 kind = "document"
 """
-STORM_S = float(os.environ.get("SOAK_SECONDS", "25"))
+STORM_S = float(os.environ.get("SOAK_SECONDS", "12"))
 WORKERS = 6
 KEEPERS = 3
 """Of documents."""
@@ -98,7 +98,7 @@ class Fortress:
         assert self.process is not None
         if self.process.returncode is None:
             self.process.terminate()
-            await asyncio.wait_for(self.process.wait(), 30)
+            await asyncio.wait_for(self.process.wait(), 60)
 
     def family(self) -> list[psutil.Process]:
         """Everything that runs on this data folder."""

@@ -39,7 +39,7 @@ entry = "memo_server:server"
 [servers.memo.state]
 kind = "process"
 """
-REACHED_S = 30.0
+REACHED_S = 60.0
 
 
 class Refused(Exception):
@@ -312,13 +312,13 @@ async def house(folder: Path, toml: str = TOML, **options: str) -> AsyncIterator
 
 
 def cases() -> list[tuple[Operation, str, str]]:
-    """Operation, point and way: a kill at each, and another way by turns; with `SOAK_SECONDS` all."""
+    """Operation, point and way: a kill at every second point and another way at the others; with `SOAK_SECONDS` all."""
     every = [(operation, point) for operation, points in PASSES.items() for point in points]
     found = [
         (operation, point, way)
         for turn, (operation, point) in enumerate(every)
         for number, way in enumerate(WAYS)
-        if "SOAK_SECONDS" in os.environ or number in (0, 1 + turn % 2)
+        if "SOAK_SECONDS" in os.environ or number == (0, 1, 0, 2)[turn % 4]
     ]
     if only := os.environ.get("SIEGE_ONLY"):
         return [case for word in only.split(";") for case in found if f"{case[0].__name__},{case[1]},{case[2]}" == word]
@@ -344,7 +344,7 @@ async def cut(house: House, operation: Operation, point: str, way: str) -> None:
             castle.kill_cluster(way)
         elif way == "kill":
             assert castle.process is not None
-            await asyncio.wait_for(castle.process.wait(), 10)
+            await asyncio.wait_for(castle.process.wait(), 60)
         castle.disarm()
         await castle.raise_again()
         await rest
@@ -479,7 +479,7 @@ async def test_a_storm_of_kills_runs_no_call_twice(scratch_folder: Path) -> None
     """Gateways die while calls run. Each call's key comes back as done, once, or as unknown."""
     async with house(scratch_folder / "storm", MEGAMCP_WORKERS="2") as made:
         rollouts = [await made.begun() for _ in range(3)]
-        end = time.monotonic() + float(os.environ.get("SOAK_SECONDS", "15"))
+        end = time.monotonic() + float(os.environ.get("SOAK_SECONDS", "8"))
         unknown: dict[str, set[str]] = {rollout: set() for rollout in rollouts}
 
         async def work(rollout: str) -> None:

@@ -2,7 +2,7 @@
 
 Everything that a rollout holds is in a model beside it; each call has an idempotency key and is repeated until it is
 acknowledged. Kills hit the gateway (at random moments, and at each named failpoint), tool servers, the control
-cluster and the state cluster. CI runs 500 steps; `make soak` runs `SOAK_STEPS` (10,000), or for `SOAK_SECONDS`.
+cluster and the state cluster. CI runs 250 steps; `make soak` runs `SOAK_STEPS` (10,000), or for `SOAK_SECONDS`.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from tests.e2e.test_kill import Fortress, free_port
 
 log = logging.getLogger(__name__)
 PAIR = Path(__file__).parent.parent / "environments" / "pair"
-STEPS = int(os.environ.get("SOAK_STEPS", "500"))
+STEPS = int(os.environ.get("SOAK_STEPS", "250"))
 SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))
 KINDS = ("shared", "own")
 BASE = {f"base-{n}": "seeded" for n in range(1, 6)}

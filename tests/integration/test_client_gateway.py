@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -9,13 +10,23 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from typer.testing import CliRunner
 
 from megamcp import errors
+from megamcp.cli import app
 from megamcp.client import Client, Rollout, RolloutStatus
-from megamcp.testing import Gateway, running_gateway
+from megamcp.testing import Gateway, database_named, running_gateway
 from megamcp.tree import collect
 
 PENDING = "select id, customer_id from orders where status = 'pending' order by id limit 1"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(postgres_dsn: str, template_database: str) -> AsyncIterator[Gateway]:
+    """One for all: tests have rollouts of their own, and the store's server starts once."""
+    name = f"mm_client_{secrets.token_hex(6)}"
+    async with database_named(postgres_dsn, name, template_database) as dsn, running_gateway(dsn) as running:
+        yield running
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -184,15 +195,11 @@ async def test_a_query_that_fails_says_why(client: Client) -> None:
 
 
 async def megamcp(gateway: Gateway, *arguments: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megamcp.cli", *arguments, "--url", gateway.url),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, said = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), said.decode()
+    """Exit status, stdout and stderr of a command, run in a thread: a process each would spend its time on imports."""
+    runner = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"})
+    result = await asyncio.to_thread(runner.invoke, app, [*arguments, "--url", gateway.url])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
 
 
 async def document(gateway: Gateway, *arguments: str) -> Any:
@@ -251,7 +258,13 @@ async def test_what_people_see_fits_80_columns(gateway: Gateway) -> None:
 
 
 async def test_an_error_of_the_gateway_is_a_line_and_a_hint(gateway: Gateway) -> None:
-    status, out, said = await megamcp(gateway, "rollout", "show", "ro_none")
-    assert (status, out) == (1, "")
-    assert said.startswith("error: There is no rollout ro_none.")
-    assert "hint: " in said
+    """In a process of its own, as people use it."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "megamcp.cli", "rollout", "show", "ro_none", "--url", gateway.url),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, said = await process.communicate()
+    assert (process.returncode, out) == (1, b"")
+    assert said.startswith(b"error: There is no rollout ro_none.")
+    assert b"hint: " in said

@@ -130,7 +130,7 @@ def tree(world_database: str) -> Iterator[type[Tree]]:
 @pytest.mark.timeout(0)
 def test_random_histories_agree_with_a_dict(tree: type[Tree]) -> None:
     budget = settings(
-        max_examples=15,
+        max_examples=8,
         stateful_step_count=25,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -36,7 +36,7 @@ async def test_a_ledger_over_http_keeps_state_per_rollout(world_database: str, t
         )
         try:
             async with httpx.AsyncClient() as http:
-                for _ in range(200):
+                for _ in range(1200):
                     try:
                         await http.get(f"http://127.0.0.1:{port}/healthz")
                         break

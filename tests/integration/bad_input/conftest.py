@@ -72,13 +72,13 @@ async def bystander(strict: World, rest: Rest, request: pytest.FixtureRequest) -
             else:
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["structuredContent"] == {"result": 100 + number}, answer.text
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
         return number
 
     task = asyncio.create_task(go_on())
     yield
     over.set()
-    done = await asyncio.wait_for(task, 20)
+    done = await asyncio.wait_for(task, 60)
     assert await rest.items(other) == {}
     assert len([call for call in await rest.calls(other) if call["state"] == "done"]) == done + 1
     for _ in range(100):

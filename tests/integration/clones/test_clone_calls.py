@@ -16,6 +16,7 @@ from megamcp.handles import Mode, fingerprint
 from megamcp.sdk.calls import Call, run_recorded
 from megamcp.sdk.database import Database as Pool
 from megamcp.sdk.results import CallRefused, Outcome
+from megamcp.state.clones import Cluster
 from tests.integration.clones.conftest import SIGNER, Database, World
 
 DDL = "create table account (id int primary key, balance int not null check (balance >= 0))"
@@ -23,9 +24,16 @@ SEED = "insert into account values (1, 10), (2, 0)"
 OK = Outcome(b'{"content":[]}', False)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def source(cluster: Cluster) -> AsyncIterator[str]:
+    world = World(cluster)
+    yield await world.source(DDL, SEED)
+    await world.close()
+
+
 @pytest_asyncio.fixture(loop_scope="session")
-async def bank(world: World) -> Database:
-    return await world.start(DDL, SEED)
+async def bank(world: World, source: str) -> Database:
+    return await world.clone(source)
 
 
 @pytest_asyncio.fixture(loop_scope="session")

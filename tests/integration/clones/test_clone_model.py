@@ -279,7 +279,7 @@ async def _walk(cluster: Cluster, steps: list[tuple[str, Any]]) -> None:
 
 @pytest.mark.timeout(0)
 @settings(
-    max_examples=int(os.environ.get("CLONE_EXAMPLES", "8")),
+    max_examples=int(os.environ.get("CLONE_EXAMPLES", "4")),
     deadline=None,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=list(HealthCheck),

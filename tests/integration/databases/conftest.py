@@ -44,6 +44,7 @@ async def shop(postgres_dsn: str, state_dsn: str) -> AsyncIterator[Shop]:
             reap_interval_s=3600,
             spare_databases=2,
             disk_reserve=0,
+            query_timeout_s=4,
         ) as running:
             yield Shop(running.services, running.url, dsn, state_dsn)
     finally:

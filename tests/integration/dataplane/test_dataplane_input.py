@@ -5,10 +5,10 @@ import io
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megamcp.dataplane.ports import Limits, ServerView
+from tests.integration.drawing import drawn
 
 MODERN = "2026-07-28"
 META = {
@@ -357,13 +357,8 @@ header_sets = st.fixed_dictionaries(
 
 
 async def test_no_input_makes_the_endpoint_fail_or_hang(gateway, rollout):
-    loop = asyncio.get_running_loop()
-
-    @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-    @given(bodies, header_sets)
-    def attack(body, headers):
-        future = asyncio.run_coroutine_threadsafe(gateway.post(f"/r/{rollout}/mcp", body, **headers), loop)
-        answer = future.result(20)
+    async def attack(body, headers):
+        answer = await gateway.post(f"/r/{rollout}/mcp", body, **headers)
         assert answer.status < 500, answer.body
         if answer.status not in (202, 204):
             if answer.headers["content-type"] == "application/json":
@@ -374,6 +369,6 @@ async def test_no_input_makes_the_endpoint_fail_or_hang(gateway, rollout):
             else:
                 assert answer.body.startswith(b"event: message\ndata: ")
 
-    await asyncio.to_thread(attack)
+    await drawn(attack, bodies, header_sets, examples=200)
     assert (await gateway.rpc(rollout, "ping")).status == 200
     assert gateway.plane.in_flight == 0

@@ -1,5 +1,6 @@
 """Random histories of documents on two gateways against dicts: calls, refusals, checkpoints, forks, rollbacks, ends."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,12 +152,11 @@ def shelves(postgres_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
             yield type("BoundShelves", (Shelves,), {"portal": portal, "clients": [first, second]})
 
 
-@pytest.mark.timeout(300)
 def test_random_histories_of_documents_agree_with_dicts(shelves: type[Shelves]) -> None:
     run_machine(
         shelves,
         settings=settings(
-            max_examples=10,
+            max_examples=50 if "SOAK_SECONDS" in os.environ else 5,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),

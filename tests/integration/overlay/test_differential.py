@@ -44,7 +44,7 @@ from tests.integration.overlay.differential_swarm import FOCI, focused
 
 FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 FUZZ_WORKERS = int(os.environ.get("FUZZ_WORKERS", "1"))
-TURNS = 2
+TURNS = 1
 BUDGET_S = 300.0
 """What every run of the tests spends on the search."""
 BASE_ROWS = 12
@@ -219,7 +219,7 @@ def test_every_named_construct_is_drawn_within_a_fixed_budget() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_random_programs_agree_with_plain_tables(search: Search) -> None:
-    """The same turns each time, so that a run says of the code and not of the machine."""
+    """The same programs each time, so that a run says of the code and not of the machine."""
     _for(search, BUDGET_S, iter(range(TURNS)))
 
 

@@ -45,7 +45,7 @@ async def test_pgbench_loses_nothing_while_its_database_moves(home: House, proto
     output = await keep_moving(home, asyncio.create_task(run(*command, **login)))
     assert "number of transactions actually processed: 240/240" in output
     assert "number of failed transactions: 0 " in output
-    assert home.moves >= 2
+    assert home.moves >= 1
     async with home.inside() as admin:
         row = await admin.fetchrow(
             "select (select count(*) from pgbench_history), (select sum(delta) from pgbench_history),"

@@ -6,12 +6,12 @@ import struct
 
 import asyncpg
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megamcp import errors
 from megamcp.relay import messages
 from megamcp.relay.messages import Client, Server, message
+from tests.integration.drawing import drawn
 from tests.integration.relay.house import LOCK, House, house
 from tests.integration.relay.raw import Raw, failure, logged_in, opened, query
 
@@ -186,12 +186,11 @@ async def test_what_is_no_message_ends_the_connection(home: House, garbage: byte
 
 
 async def test_no_bytes_harm_another_client(home: House) -> None:
-    loop = asyncio.get_running_loop()
     async with await through(home) as neighbour:
 
         async def attack(login: bool, data: bytes) -> None:
             raw = await (through(home) if login else opened(("127.0.0.1", home.port)))
-            async with raw, asyncio.timeout(5):
+            async with raw, asyncio.timeout(30):
                 raw.writer.write(data)
                 raw.writer.write_eof()
                 await raw.rest()
@@ -201,12 +200,7 @@ async def test_no_bytes_harm_another_client(home: House) -> None:
         framed = st.builds(lambda kind, body: message(kind, body), letters, st.binary(max_size=30))
         data = st.one_of(st.binary(max_size=200), st.lists(framed, max_size=10).map(b"".join))
 
-        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(st.booleans(), data)
-        def run(login: bool, data: bytes) -> None:
-            asyncio.run_coroutine_threadsafe(attack(login, data), loop).result()
-
-        await asyncio.to_thread(run)
+        await drawn(attack, st.booleans(), data, examples=60)
 
 
 async def test_no_password_is_logged(home: House, caplog: pytest.LogCaptureFixture) -> None:

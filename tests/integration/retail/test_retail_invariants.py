@@ -155,7 +155,7 @@ MONEY_TOOLS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 async def test_the_books_balance_after_random_calls(desk: Desk, seed: int) -> None:
     chaos = Chaos(desk, seed)
     for round_ in range(5):

@@ -236,10 +236,10 @@ def explore(bound: type[Squashed], examples: int) -> None:
 @pytest.mark.timeout(0)
 def test_histories_squashed_step_by_step_agree_with_a_model(world_database: str) -> None:
     with machine(world_database, squash_interval_s=3600, reap_interval_s=3600) as bound:
-        explore(bound, 12)
+        explore(bound, 5)
 
 
 @pytest.mark.timeout(0)
 def test_histories_squashed_in_the_background_agree_with_a_model(world_database: str) -> None:
     with machine(world_database, squash_interval_s=0.001, reap_interval_s=0.001) as bound:
-        explore(bound, 10)
+        explore(bound, 4)
