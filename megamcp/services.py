@@ -137,6 +137,8 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
             )
         finally:
             stopping.set()
+            dataplane.stop_calls()
+            await tender.park_all()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -45,7 +45,7 @@ class OwnKeeper:
     """Raises `Unavailable` (`sandboxes_unavailable`) where none can be started."""
 
     def __init__(self, settings: Settings) -> None:
-        self._state = (settings.sandbox_dir or settings.data_dir / "sandboxes").absolute()
+        self._state = _state_of(settings)
         self._lock = -1
         self._link: socket.socket | None = None
         self._process: _Process | None = None
@@ -137,6 +137,15 @@ class OwnKeeper:
                 except Unavailable as error:
                     log.error("%s", error.message)
                     await asyncio.sleep(_AGAIN_S)
+
+
+def is_own(settings: Settings) -> bool:
+    """Whether the keeper is the gateway's own: this process's, or that of the process that started this worker."""
+    return settings.sandbox_socket is None or settings.sandbox_socket == socket_path(_state_of(settings))
+
+
+def _state_of(settings: Settings) -> Path:
+    return (settings.sandbox_dir or settings.data_dir / "sandboxes").absolute()
 
 
 class _Process:

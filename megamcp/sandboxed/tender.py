@@ -15,6 +15,7 @@ from megamcp.errors import MegaMCPError
 from megamcp.failpoints import failpoint
 from megamcp.sandboxed import journal as sql
 from megamcp.sandboxed.host import Host
+from megamcp.sandboxed.own import is_own
 from megamcp.settings import Settings
 from megamcp.store import Store
 from sandboxes.client import Client
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 BATCH = 100
 PAUSE_S = 1.0
+LEAVING_S = 10.0
+LEAVING_EACH_S = 0.05
 ORPHANS_EACH_S = 30.0
 GIVEN_UP = timedelta(minutes=15)
 """An image that was not kept by then is nobody's: whoever made it was cut off in between."""
@@ -60,7 +63,7 @@ class Tender:
                 log.exception("tender of sandboxes")
             await asyncio.sleep(PAUSE_S)
 
-    async def once(self) -> dict[str, int]:
+    async def once(self) -> dict[str, int | None]:
         """One round; gives what was done, by step."""
         if not self._host.opened and not await self._store.value(sql.ANY):
             return {}
@@ -69,15 +72,31 @@ class Tender:
         await self._store.value(sql.DROP_POINTS)
         await self._store.rows(sql.CONDEMN_IMAGES, BATCH, GIVEN_UP)
         return {
-            "parked": await self._park(keeper, host),
+            "parked": await self._park(keeper, host, self._settings.sandbox_park_s),
             "removed": await self._remove(keeper, host),
             "orphans": await self._remove_orphans(keeper, host),
         }
 
-    async def _park(self, keeper: Client, host: str) -> int:
+    async def park_all(self) -> None:
+        """At the gateway's end, when its own keeper won't wait for long: whatever can wait on disk does. What there is
+        no time for, or is at something, is left to the keeper."""
+        began = time.monotonic()
+        try:
+            if not self._host.opened or not is_own(self._settings):
+                return
+            async with asyncio.timeout(LEAVING_S):
+                keeper, host = await self._host.keeper()
+                while True:
+                    if await self._park(keeper, host, time.monotonic() - began) is None:
+                        return
+                    await asyncio.sleep(LEAVING_EACH_S)
+        except Exception as error:
+            log.warning("sandboxes are left to their keeper: %s", str(error) or "there was no time for all of them")
+
+    async def _park(self, keeper: Client, host: str, idle_s: float) -> int | None:
+        """How many of those that were idle for so long; None where there was none."""
         parked = 0
-        after = timedelta(seconds=self._settings.sandbox_park_s)
-        rows = await self._store.rows(sql.IDLE, host, after, BATCH)
+        rows = await self._store.rows(sql.IDLE, host, timedelta(seconds=idle_s), BATCH)
         held = {info.sandbox for info in (await keeper.inventory()).sandboxes if info.held} if rows else set()
         for row in rows:
             if row["name"] in held:  # by this process or another, whose tender sees the same; a later round parks it
@@ -91,7 +110,7 @@ class Tender:
                     await self._store.value(sql.USED, row["name"])
             except MegaMCPError:  # one that is busy now
                 pass
-        return parked
+        return parked if rows else None
 
     async def _park_one(self, keeper: Client, name: str, rollout: str, server: str) -> bool:
         made: list[str] = []

@@ -1,5 +1,5 @@
-"""A gateway is killed, or fails, while it puts an idle sandbox on disk: what was acknowledged comes back, and nothing
-is left over. On CRIU, since only its images are on disk."""
+"""A gateway is killed, fails or is stopped while it puts an idle sandbox on disk: what was acknowledged comes back, and
+nothing is left over. On CRIU, since only its images are on disk."""
 
 import asyncio
 import time
@@ -51,7 +51,9 @@ async def agrees(house: House) -> None:
 @pytest.mark.e2e
 @pytest.mark.criu
 @pytest.mark.timeout(0)
-async def test_a_sandbox_whose_way_to_the_disk_is_cut_off_is_there_all_the_same(scratch_folder: Path) -> None:
+async def test_a_sandbox_is_there_when_its_way_to_the_disk_was_cut_off_or_its_gateway_stopped(
+    scratch_folder: Path,
+) -> None:
     idle = {"MEGAMCP_SANDBOX_PARK_S": "1", "MEGAMCP_DEDICATED_IDLE_S": "0.5"}
     async with house(scratch_folder / "parking-kills", CRIU, **idle) as made:
         try:
@@ -63,3 +65,11 @@ async def test_a_sandbox_whose_way_to_the_disk_is_cut_off_is_there_all_the_same(
         for point, way in ((PARKING[0], "kill"), (PARKING[0], "error"), (PARKING[1], "kill")):
             await cut(made, parking, point, way)
             await agrees(made)
+        # Stopped, and the next one comes when the keeper has ended too.
+        rollouts = [await made.begun() for _ in range(2)]
+        await made.castle.stop()
+        made.keeper().kill()
+        await made.castle.raise_again()
+        await made.castle.ready()
+        await made.holds(*rollouts)
+        await agrees(made)
