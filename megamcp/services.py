@@ -28,7 +28,7 @@ from megamcp.store import Store
 from megamcp.targets import Targets
 
 SIDE_CONNECTIONS = 4
-GRANT_CONNECTIONS = 2
+GRANT_CONNECTIONS = 4
 """Tool servers whose tokens are renewed at the same time."""
 START_S = 10
 """Deadline for the first instance connection."""
@@ -76,7 +76,8 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         boxes = Boxes(side, environments, host, lambda: instance.owner)
         freezer = BoxFreezer(side, host, boxes, lambda: instance.owner)
         grants = await stack.enter_async_context(Store.open(dsn, GRANT_CONNECTIONS))
-        authorities = Authorities(grants, settings)
+        authorities = Authorities(store, grants, settings)
+        stack.push_async_callback(authorities.aclose)
         rollouts = Rollouts(store, environments, settings, databases, boxes, freezer)
         reads = Reads(side, databases)
         points = Points(rollouts, environments, reads, Trees(side, host), settings)

@@ -1,13 +1,15 @@
 """Requests to a server that wants to know who calls: each one goes out with what the server's `Authority` says.
 
 A refusal is answered once or twice within the same request (a token was renewed, or changed for one with more scopes);
-who may not come in is told so by the authority's errors. The module knows no OAuth.
+who may not come in is told so by the authority's errors. Only a POST raises them, since only that can be what a call
+begins with: a GET goes on with a call that runs already, and has the refusal for its answer. The module knows no OAuth.
 """
 
 from typing import Protocol
 
 from megamcp.dataplane.http import Response
 from megamcp.dataplane.ports import Authority
+from megamcp.errors import MegaMCPError
 
 _CHALLENGES = 3
 """Refusals that one request is repeated after: a token that is too old, one without a scope, and one to spare."""
@@ -38,6 +40,11 @@ class Authorized:
             try:
                 challenge = response.field(b"www-authenticate")
                 better = await self._authority.challenged(sent, response.status, challenge)
+            except MegaMCPError:
+                if method != b"POST":
+                    return response
+                response.close()
+                raise
             except BaseException:
                 response.close()
                 raise

@@ -29,7 +29,7 @@ from megamcp.dataplane.protocol import (
     header_value,
 )
 from megamcp.dataplane.sse import SseReader
-from megamcp.errors import UpstreamError
+from megamcp.errors import MegaMCPError, UpstreamError
 
 _PLAIN = b"Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n"
 _MODERN = b"MCP-Protocol-Version: %b\r\n" % MODERN.encode()
@@ -170,7 +170,8 @@ class HttpUpstream:
             await asyncio.shield(asyncio.ensure_future(self._post_quietly(messages.cancelled(number), fields)))
 
     async def _post_quietly(self, body: bytes, fields: bytes) -> None:
-        with contextlib.suppress(ConnectFailed, Broken, TimeoutError):
+        # Also where it lacks authorization: what is sent beside a call says nothing of whether that ran.
+        with contextlib.suppress(ConnectFailed, Broken, TimeoutError, MegaMCPError):
             async with asyncio.timeout(self._limits.grace_s):
                 (await self._http.request(b"POST", fields, body)).close()
 

@@ -3,6 +3,7 @@
 A consent may come back to any gateway process: all that it is held against lies in the vault.
 """
 
+import asyncio
 from collections.abc import Mapping
 
 from megamcp.environments import LoadedEnvironment, LoadedServer
@@ -29,9 +30,9 @@ def base_url(settings: Settings) -> str:
 class Authorities:
     """One `Credentials` for each server of each version of an environment; those of one name share their grants."""
 
-    def __init__(self, store: Store, settings: Settings) -> None:
+    def __init__(self, store: Store, locks: Store, settings: Settings) -> None:
         self.base = base_url(settings)
-        self._vault = Vault(store, settings)
+        self._vault = Vault(store, locks, settings)
         self._known: dict[tuple[int, str], Credentials] = {}
 
     def of(self, environment: LoadedEnvironment, server: LoadedServer) -> Credentials:
@@ -42,6 +43,10 @@ class Authorities:
             known = Credentials(place, server.config, self._vault, self.base)
             self._known[environment.id, server.name] = known
         return known
+
+    async def aclose(self) -> None:
+        """Waits for what is under way, so that no token gets lost."""
+        await asyncio.gather(*(known.aclose() for known in self._known.values()))
 
     async def finish(self, query: Mapping[str, str]) -> Place:
         """Takes what a browser brought back, once. Raises BadRequest, UpstreamError."""

@@ -11,8 +11,9 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from megamcp import references
 from megamcp.dataplane.http import field_lines
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 _TURN_S = 45.0
 """Deadline of all that is done about one refusal; below the 60 s after which PostgreSQL ends an idle transaction."""
 _AGAIN_S = 10.0
+_LEAVE_S = 10.0
 
 
 class Credentials:
@@ -50,20 +52,23 @@ class Credentials:
         self._turn = asyncio.Lock()
         self._line: bytes | None = None
         self._renew_at: float | None = None
+        self._under_way: set[asyncio.Task[bytes]] = set()
 
     # ports.Authority
 
     async def fields(self) -> bytes:
         line = self._line
         if line is None or (self._renew_at is not None and time.time() >= self._renew_at):
-            async with self._in_turn():
-                line = await self._current()
+            line = await self._to_its_end(self._current())
         return line
 
     async def challenged(self, sent: bytes, status: int, challenge: str | None) -> bytes | None:
         asked = Challenge.read(challenge)
         if status == 403 and asked.error != "insufficient_scope":
             return None
+        return await self._to_its_end(self._answered(sent, status, asked, challenge or ""))
+
+    async def _answered(self, sent: bytes, status: int, asked: Challenge, because: str) -> bytes:
         async with self._in_turn():
             if self._line is not None and self._line != sent:
                 return self._line  # another request was quicker
@@ -74,7 +79,7 @@ class Credentials:
                 if grant.tokens is not None and self._with(grant.tokens) != sent:
                     outcome: Tokens | AuthorizationRequired = grant.tokens  # another process was
                 else:
-                    outcome = await self._settle(locked, grant, asked, challenge or "", step_up=status == 403)
+                    outcome = await self._settle(locked, grant, asked, because, step_up=status == 403)
             # What was kept stays kept, whoever has to do what next.
             if isinstance(outcome, AuthorizationRequired):
                 raise outcome
@@ -115,6 +120,10 @@ class Credentials:
 
     async def _current(self) -> bytes:
         """The line as it is now: read for the first time, or renewed. After a failure the server may decide."""
+        async with self._in_turn():
+            return await self._read_or_renewed()
+
+    async def _read_or_renewed(self) -> bytes:
         if self._fixed:
             return self._adopt(None)
         if self._line is None:
@@ -277,6 +286,25 @@ class Credentials:
                 f" URI {self._redirect}, and give client_id and client_secret in [servers.{self.place.server}.oauth]"
             )
         return await oauth.register(self._fetcher, issuer, self._redirect, scopes)
+
+    async def aclose(self) -> None:
+        """Waits for what is under way."""
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=_LEAVE_S)
+        for task in self._under_way:
+            task.cancel()
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, bytes]) -> bytes:
+        """Whoever waits for it may leave: an answer with newer tokens that nobody takes would end the grant."""
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._over)
+        return await asyncio.shield(task)
+
+    def _over(self, task: "asyncio.Task[bytes]") -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # its waiter may have left
 
     @asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[None]:

@@ -91,6 +91,8 @@ class Discovery:
             chosen = next((one for one in named if same_issuer(one, self._preferred or "")), "")
             if not chosen:
                 raise self.failed(f"it leads to {named[0][:200]!r}, and its oauth.issuer is {self._preferred!r}")
+        if not place_allowed(chosen, self._resource):
+            raise self.failed(f"it leads to {chosen[:200]!r}, which is neither https nor its own host")
         issuer = await self._issuer(chosen, _issuer_places(chosen))
         return Found(issuer, told.resource, tuple(told.scopes_supported or ()))
 

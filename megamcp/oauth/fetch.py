@@ -46,7 +46,11 @@ def place_allowed(url: str, resource: str) -> bool:
 
 
 def same_origin(one: str, other: str) -> bool:
-    return _origin(one) == _origin(other)
+    """Whether both are URLs of one scheme, host and port."""
+    try:
+        return _origin(one) == _origin(other)
+    except ValueError:
+        return False
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:
@@ -81,6 +85,8 @@ class Fetcher:
     async def _send(
         self, method: bytes, url: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[Fetched, str | None]:
+        if not place_allowed(url, self._resource):
+            raise self._failed(f"it names {url[:200]!r}, which is neither https nor its own host")
         place = urlsplit(url)._replace(query="", fragment="").geturl()  # what a message may show
         pool: Pool | None = None
         response: Response | None = None
@@ -94,7 +100,7 @@ class Fetcher:
             raise self._failed(f"{place} did not answer within {_TIMEOUT_S:g} s") from None
         except TooMuch:
             raise self._failed(f"{place} sent more than {_MOST_BYTES} bytes") from None
-        except (ConnectFailed, Broken, OSError) as error:
+        except (ConnectFailed, Broken, OSError, ValueError) as error:  # the last: a host's name that can be none
             raise self._failed(f"{place} can't be asked: {error}") from None
         finally:
             if response is not None:
@@ -102,11 +108,9 @@ class Fetcher:
             if pool is not None:
                 await pool.aclose()
         location = response.field(b"location") if 300 <= response.status < 400 else None
-        return Fetched(response.status, text), urljoin(url, location) if location else None
+        return Fetched(response.status, text), _joined(url, location)
 
     async def _address(self, url: str) -> Address:
-        if not place_allowed(url, self._resource):
-            raise self._failed(f"it names {url[:200]!r}, which is neither https nor its own host")
         address, own = Address.of(url), Address.of(self._resource)
         found = await _lookup(address.host, address.port)
         if address.host != own.host:
@@ -120,6 +124,13 @@ class Fetcher:
             f"Tool server {self._server!r} wants authorization, and that can't be had: {why}.",
             code="authorization_failed",
         )
+
+
+def _joined(url: str, location: str | None) -> str | None:
+    try:
+        return urljoin(url, location) if location else None
+    except ValueError:
+        return None
 
 
 async def _lookup(host: str, port: int) -> list[str]:

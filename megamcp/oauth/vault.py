@@ -2,7 +2,7 @@
 
 The key is `MEGAMCP_TOKEN_KEY`, or one made once in `data_dir`; it is never in the database, so that a copy of that
 gives no token away. A row that was sealed by another key is as good as none. One process at a time renews a grant: it
-holds the grant's lock, a transaction on one of this module's own connections.
+holds the grant's lock, a transaction on a connection that is kept for that.
 """
 
 import contextlib
@@ -89,17 +89,18 @@ class Consent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Vault:
-    """The two tables."""
+    """The two tables. `locks` are connections for those who hold a grant's lock while they ask elsewhere."""
 
-    def __init__(self, store: Store, settings: Settings) -> None:
+    def __init__(self, store: Store, locks: Store, settings: Settings) -> None:
         self._store = store
+        self._locks = locks
         self._settings = settings
         self._key: bytes | None = None
 
     @asynccontextmanager
     async def locked(self, place: Place) -> AsyncIterator["Locked"]:
         """The grant of a place, for one process at a time."""
-        async with self._store.transaction(wait_s=30) as connection:
+        async with self._locks.transaction(wait_s=30) as connection:
             await connection.execute(LOCK, "\0".join(place.key).encode().hex())
             yield Locked(self, connection, place)
 

@@ -132,6 +132,9 @@ async def test_metadata_is_looked_for_in_the_order_of_the_specification() -> Non
     [
         ({"resource": "https://other.example/mcp"}, issuer()),
         ({"resource": "https://tools.example/mc"}, issuer()),
+        ({"resource": "http://["}, issuer()),
+        ({"authorization_servers": ["http://["]}, issuer()),
+        ({"authorization_servers": ["https://[x"]}, issuer()),
         ({}, issuer("https://evil.example/t")),
         ({}, issuer(token_endpoint="http://127.0.0.1/token")),
         ({}, 503),
@@ -142,6 +145,13 @@ async def test_what_does_not_fit_together_is_refused(resource: dict[str, object]
     web = Web({f"{PRM}/mcp": told, "https://as.example/.well-known/oauth-authorization-server/t": metadata})
     with pytest.raises(UpstreamError):
         await Discovery("s", FAR, web, None).find(Challenge())
+
+
+@pytest.mark.parametrize("url", ["http://[", "https://a..b/x", f"https://{'a' * 300}.example/", "", "//x", "https://"])
+async def test_a_place_that_is_none_is_an_error_like_others(url: str) -> None:
+    with pytest.raises(UpstreamError) as failed:
+        await Fetcher("s", FAR).get(url)
+    assert failed.value.code == "authorization_failed"
 
 
 async def test_a_servers_error_is_no_reason_to_look_elsewhere() -> None:

@@ -3,6 +3,7 @@
 The person who is asked consents at once. What the tests need to know or to change is an attribute.
 """
 
+import asyncio
 import contextlib
 import json
 import secrets
@@ -32,6 +33,9 @@ SCOPES = ["read", "write"]
 class Issuer(OAuthAuthorizationServerProvider[AuthorizationCode, RefreshToken, AccessToken]):
     """The authorization server."""
 
+    def __post_init__(self) -> None:
+        self.may_refresh.set()
+
     consents: bool = True
     lifetime: int = 3600
     grants: set[str] = field(default_factory=lambda: set(SCOPES))
@@ -40,6 +44,8 @@ class Issuer(OAuthAuthorizationServerProvider[AuthorizationCode, RefreshToken, A
     access: dict[str, AccessToken] = field(default_factory=dict)
     refresh: dict[str, RefreshToken] = field(default_factory=dict)
     refreshed: int = 0
+    refreshing: asyncio.Event = field(default_factory=asyncio.Event)
+    may_refresh: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[list[str]] = field(default_factory=list)
     """The scopes of each consent that was asked for."""
     made: list[str] = field(default_factory=list)
@@ -87,6 +93,8 @@ class Issuer(OAuthAuthorizationServerProvider[AuthorizationCode, RefreshToken, A
     async def exchange_refresh_token(self, client: Any, refresh_token: RefreshToken, scopes: list[str]) -> OAuthToken:
         self.refreshed += 1
         del self.refresh[refresh_token.token]  # rotated: the second who shows it is refused
+        self.refreshing.set()
+        await self.may_refresh.wait()
         return self._tokens(client.client_id, refresh_token.scopes, refresh_token.resource)
 
     async def load_access_token(self, token: str) -> AccessToken | None:
@@ -110,6 +118,8 @@ class Guarded:
     """The ASGI application of both."""
 
     def __init__(self, origin: str) -> None:
+        self.word: str | None = None
+        """What is wanted in place of a token of the issuer's."""
         self.issuer = Issuer()
         self.url = f"{origin}/mcp"
         self._origin = origin
@@ -150,7 +160,11 @@ class Guarded:
         while message.get("more_body"):
             message = await receive()
             body += message["body"]
-        if self._lacks_write(body, dict(scope["headers"]).get(b"authorization", b"").decode()):
+        authorization = dict(scope["headers"]).get(b"authorization", b"").decode()
+        if self.word is not None and authorization == f"Bearer {self.word}":
+            known = AccessToken(token=self.word, client_id="c", scopes=SCOPES, resource=self.url)
+            self.issuer.access[self.word] = known
+        if self._lacks_write(body, authorization):
             metadata = f"{self._origin}/.well-known/oauth-protected-resource/mcp"
             told = f'Bearer error="insufficient_scope", scope="write", resource_metadata="{metadata}"'
             headers = [(b"www-authenticate", told.encode()), (b"content-length", b"0")]

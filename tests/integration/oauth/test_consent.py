@@ -193,3 +193,33 @@ async def test_the_command_says_where_consent_is_given_and_that_it_was(scene: Sc
     await scene.done()
     assert await authorize() == {"authorized": ["guarded"], "waiting": {}}
     assert list(dict((await authorize("--again"))["waiting"])) == ["guarded"]  # type: ignore[call-overload]
+
+
+async def test_a_caller_that_leaves_while_a_token_is_renewed_does_not_cost_the_grant(scene: Scene) -> None:
+    issuer = scene.guarded.issuer
+    await (await scene.load()).authorized()
+    issuer.access.clear()
+    issuer.may_refresh.clear()
+    call = asyncio.create_task(scene.first.services.dataplane.call(scene.rollout, "look", b"{}"))
+    await issuer.refreshing.wait()
+    call.cancel()
+    issuer.may_refresh.set()
+    await asyncio.gather(call, return_exceptions=True)
+    await scene.done()
+    assert (issuer.refreshed, len(issuer.asked)) == (1, 1)
+
+
+async def test_a_header_takes_its_secret_from_a_file_and_takes_it_anew_when_it_is_refused(scene: Scene) -> None:
+    file = scene.folder / "word"
+    file.write_text("sesame")
+    scene.guarded.word = "sesame"
+    await scene.load(headers={"Authorization": f"Bearer ${{file:{file}}}"})
+    await scene.done()
+    scene.guarded.issuer.access.clear()
+    scene.guarded.word = "another"
+    refused = await scene.call()
+    assert (refused.status_code, refused.json()["code"]) == (502, "tool_server_refuses")
+    assert "sesame" not in refused.text
+    file.write_text("another")
+    await scene.done()
+    assert scene.guarded.issuer.asked == []
