@@ -15,7 +15,8 @@ INTRODUCTION = """# Settings
 
 Each one is an environment variable; `megamcp serve` takes the commonest as options too. None is needed: without any,
 the gateway listens on 127.0.0.1:8600 and keeps an embedded PostgreSQL in `~/.megamcp`. Durations are seconds, sizes are
-bytes, lists are JSON. This page is made from `megamcp/settings.py` by `python docs/generate_settings.py`.
+bytes, lists are JSON. A variable that looks like one and is none is told in the log at the start. This page is made
+from `megamcp/settings.py` by `python docs/generate_settings.py`.
 
 | variable | type | default | meaning |
 | --- | --- | --- | --- |
