@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megamcp.errors import Unprocessable
+from megamcp.settings import Settings
 
 if TYPE_CHECKING:
     from megamcp.definitions import ServerConfig
 
 _REFERENCE = re.compile(r"\$\{(env|file):([^{}]*)\}")
 _MOST_BYTES = 64 * 1024
+_OWN = frozenset(f"MEGAMCP_{name.upper()}" for name in Settings.model_fields)
 
 
 class Missing(ValueError):
@@ -64,6 +66,8 @@ def resolve_all(texts: Mapping[str, str], where: str) -> Resolved:
 
 def _read(kind: str, name: str) -> str:
     if kind == "env":
+        if name.upper() in _OWN:
+            raise Missing(f"{name!r} is a setting of the gateway, and not for servers")
         # Never "but empty": a header without its token would only be refused by the server, in other words.
         if not (value := os.environ.get(name)):
             raise Missing(f"the gateway's environment has no variable {name!r}")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import asyncpg
 import msgspec
 
+from megamcp.errors import Unprocessable
 from megamcp.oauth.discovery import Issuer
 from megamcp.oauth.tokens import Client, Tokens
 from megamcp.settings import Settings
@@ -138,12 +139,22 @@ class Vault:
             )
             return None
 
+    def _kept_key(self) -> bytes:
+        try:
+            return kept_key(self._settings.data_dir)
+        except OSError as error:
+            raise Unprocessable(
+                f"There is no key for tokens, and none can be kept in {self._settings.data_dir}: {error.strerror}.",
+                code="no_token_key",
+                hint="Set MEGAMCP_TOKEN_KEY, to the same for all gateways on the database.",
+            ) from error
+
     def _cipher(self) -> "AESGCM":
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         if self._key is None:
             given = self._settings.token_key
-            secret = given.get_secret_value().encode() if given else kept_key(self._settings.data_dir)
+            secret = given.get_secret_value().encode() if given else self._kept_key()
             self._key = hmac.digest(secret, b"megamcp tokens of tool servers", "sha256")
         return AESGCM(self._key)
 

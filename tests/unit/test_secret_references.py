@@ -44,6 +44,15 @@ def test_a_variable_that_is_not_there_is_told_when_the_environment_is_loaded(tmp
     assert "NO_SUCH_TOKEN" in message
 
 
+def test_no_server_is_given_a_setting_of_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAMCP_DATABASE_URL", "postgresql://sesame")
+    message = refusal(
+        tmp_path, url=URL, headers={"X": "${env:megamcp_database_url}", "Y": "${env:MEGAMCP_DATABASE_URL}"}
+    )
+    assert message.count("setting of the gateway") == 2
+    assert "sesame" not in message
+
+
 @pytest.mark.parametrize("name", ["relative", "/no/such/file", "/dev/zero"])
 def test_a_file_that_is_no_secret_is_told_too(tmp_path: Path, name: str) -> None:
     assert name in refusal(tmp_path, command="x", env={"KEY": f"${{file:{name}}}"})
