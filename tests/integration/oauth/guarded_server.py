@@ -33,9 +33,6 @@ SCOPES = ["read", "write"]
 class Issuer(OAuthAuthorizationServerProvider[AuthorizationCode, RefreshToken, AccessToken]):
     """The authorization server."""
 
-    def __post_init__(self) -> None:
-        self.may_refresh.set()
-
     consents: bool = True
     lifetime: int = 3600
     grants: set[str] = field(default_factory=lambda: set(SCOPES))
@@ -43,6 +40,8 @@ class Issuer(OAuthAuthorizationServerProvider[AuthorizationCode, RefreshToken, A
     codes: dict[str, AuthorizationCode] = field(default_factory=dict)
     access: dict[str, AccessToken] = field(default_factory=dict)
     refresh: dict[str, RefreshToken] = field(default_factory=dict)
+    shown: int = 0
+    """How often a refresh token was shown, also one that was no good any more."""
     refreshed: int = 0
     refreshing: asyncio.Event = field(default_factory=asyncio.Event)
     may_refresh: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,6 +49,9 @@ class Issuer(OAuthAuthorizationServerProvider[AuthorizationCode, RefreshToken, A
     """The scopes of each consent that was asked for."""
     made: list[str] = field(default_factory=list)
     """Every code, token and client secret that was ever given."""
+
+    def __post_init__(self) -> None:
+        self.may_refresh.set()
 
     def _new(self, prefix: str) -> str:
         self.made.append(f"{prefix}-{secrets.token_hex(16)}")
@@ -88,6 +90,7 @@ class Issuer(OAuthAuthorizationServerProvider[AuthorizationCode, RefreshToken, A
         return self._tokens(client.client_id, authorization_code.scopes, authorization_code.resource)
 
     async def load_refresh_token(self, client: Any, refresh_token: str) -> RefreshToken | None:
+        self.shown += 1
         return self.refresh.get(refresh_token)
 
     async def exchange_refresh_token(self, client: Any, refresh_token: RefreshToken, scopes: list[str]) -> OAuthToken:
