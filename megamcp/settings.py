@@ -188,8 +188,9 @@ class Settings(BaseSettings):
 
 def unknown_variables(names: Iterable[str]) -> Iterator[tuple[str, str | None]]:
     """Those of the variables that look like settings and that nothing reads, each with the setting that is most like
-    it, if any is."""
+    it, if any is. What begins with `MEGAMCP_SECRET_` is for environments to refer to."""
     known = [f"MEGAMCP_{name.upper()}" for name in Settings.model_fields]
     for name in sorted(names):
-        if name.upper().startswith("MEGAMCP_") and name.upper() not in (*known, *OTHER_VARIABLES):
+        ours = name.upper().startswith("MEGAMCP_") and not name.upper().startswith("MEGAMCP_SECRET_")
+        if ours and name.upper() not in (*known, *OTHER_VARIABLES):
             yield name, next(iter(difflib.get_close_matches(name.upper(), known, 1, 0.7)), None)

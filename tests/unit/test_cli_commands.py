@@ -135,7 +135,8 @@ def test_a_wrong_setting_is_told_by_where_it_comes_from(
 
 
 def test_a_variable_that_is_no_setting_is_told_with_the_one_that_is_meant() -> None:
-    told = dict(unknown_variables(["PATH", "MEGAMCP_CALL_TIMEOUT", "megamcp_port", "MEGAMCP_PROT", "MEGAMCP_XYZZY"]))
+    right = ["PATH", "megamcp_port", "MEGAMCP_SECRET_OF_A_SERVER"]
+    told = dict(unknown_variables([*right, "MEGAMCP_CALL_TIMEOUT", "MEGAMCP_PROT", "MEGAMCP_XYZZY"]))
     assert told == {
         "MEGAMCP_CALL_TIMEOUT": "MEGAMCP_CALL_TIMEOUT_S",
         "MEGAMCP_PROT": "MEGAMCP_PORT",
