@@ -8,7 +8,8 @@ RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 SECONDS ?= 600
 CORES ?= $(shell getconf _NPROCESSORS_ONLN)
-# Tests wait for other processes for much of their time.
+# Tests wait for other processes for much of their time. Files are taken in their order: the long ones are in tests/e2e,
+# and one of them at the end would run alone.
 WORKERS ?= $(shell expr $(CORES) + 1)
 
 .PHONY: install demo serve test lint format typecheck bench check conformance fuzz soak clean
@@ -33,7 +34,7 @@ serve: $(RUN_STAMP)
 	$(BIN)/megamcp serve
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .

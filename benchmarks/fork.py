@@ -4,9 +4,9 @@
 
 *Below REST* is `Rollouts.fork` in this process: the INSERT, its commit, and nothing else. Latencies are of one request
 after another; rates are of 32 at once. Two databases with a gateway each: one with 10 open rollouts, whose checkpoint
-is the first of its trajectory, and one with 100,000 (`--quick`: 300), whose checkpoint is the hundredth. They are
-measured in turns, so that the ratio between them isn't the machine's mood. The long chain is squashed by the gateway,
-as always.
+is the first of its trajectory, and one with 100,000, whose checkpoint is the hundredth (`--quick`: 300, the tenth).
+They are measured in turns, so that the ratio between them isn't the machine's mood. The long chain is squashed by the
+gateway, as always.
 
 `idle_rollout_many_bytes` is what the tables and indexes of the database grew by for each of those forks.
 """
@@ -108,14 +108,14 @@ async def population(
 
 async def measure(quick: bool) -> dict[str, float]:
     """All figures."""
-    many, single, bulk = (300, 60, 192) if quick else (100_000, 1000, 6400)
+    many, turns, single, bulk = (300, 10, 30, 96) if quick else (100_000, TURNS, 1000, 6400)
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="mm-") as folder:
         Path(folder).chmod(0o755)
         async with (
             EmbeddedPostgres(Path(folder) / "pg") as postgres,
             population(postgres.dsn, "few", FEW, 1, figures) as few_forks,
-            population(postgres.dsn, "many", many, TURNS, figures) as many_forks,
+            population(postgres.dsn, "many", many, turns, figures) as many_forks,
         ):
             del figures["idle_rollout_few_bytes"]  # of ten, it tells of pages
             samples: dict[str, list[float]] = {}
@@ -152,7 +152,7 @@ def main() -> None:
         Target("below_slowdown", "<=", 1.3),
         Target("idle_rollout_many_bytes", "<=", 1024),
     ]
-    report("fork", figures, targets, live_rollouts=300 if quick else 100_000, checkpoints=TURNS)
+    report("fork", figures, targets, live_rollouts=300 if quick else 100_000, checkpoints=10 if quick else TURNS)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ async def start(folder: Path, *arguments: str) -> asyncio.subprocess.Process:
         *(sys.executable, "-m", "megamcp.cli", "demo", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
         env={**os.environ, "TMPDIR": str(folder), "MEGAMCP_DATABASE_URL": "postgresql://nobody@/nowhere"},
     )
 
