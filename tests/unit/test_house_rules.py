@@ -4,6 +4,7 @@ Read from the source, never by running it; only the public surfaces are imported
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -28,14 +29,17 @@ def sources(*rooms: str) -> list[Path]:
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(ROOT).parts))
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Dotted names of what a file imports anywhere, functions and `TYPE_CHECKING` included."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(found)
 
 
 def within(name: str, *packages: str) -> bool:

@@ -157,7 +157,7 @@ async def test_checkpoints_during_calls_hold_a_prefix_of_their_order(all_kinds: 
     await asyncio.gather(steps(), checkpoints())
     assert len(points) > 3
     seen = []
-    points = points[:: max(1, len(points) // 8)]
+    points = points[:: max(1, len(points) // 4)]
     for point in points:
         (fork,) = await point.fork()
         found = await held(fork, servers)
