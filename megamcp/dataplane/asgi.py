@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megamcp.dataplane import wire
-from megamcp.dataplane.sse import sse_event
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -19,7 +18,7 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 _JSON = (b"content-type", b"application/json")
-_STREAM: Headers = [
+STREAM: Headers = [
     (b"content-type", b"text/event-stream"),
     (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
@@ -123,23 +122,3 @@ def retry_headers(failure: wire.RpcFailure) -> Headers | None:
     if failure.retry_after is None:
         return None
     return [(b"retry-after", b"%d" % max(1, math.ceil(failure.retry_after)))]
-
-
-class EventStream:
-    """A response that becomes an event stream with its first event, and is plain JSON if none ever comes."""
-
-    __slots__ = ("_send", "started")
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.started = False
-
-    async def event(self, message: bytes) -> None:
-        if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
-        await self._send({"type": "http.response.body", "body": sse_event(message), "more_body": True})
-
-    async def finish(self, message: bytes) -> None:
-        await self.event(message)
-        await self._send({"type": "http.response.body", "body": b""})

@@ -20,11 +20,12 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megamcp.dataplane import mirrored, wire
+from megamcp.dataplane import mirrored, rounds, wire
 from megamcp.dataplane.gate import Gates
 from megamcp.dataplane.links import Environment, Environments, Route
+from megamcp.dataplane.patience import Patient
 from megamcp.dataplane.ports import ControlPort, Intent, Limits, RolloutView
-from megamcp.dataplane.protocol import Progress, ToolCall, UpstreamLost, header_value
+from megamcp.dataplane.protocol import Client, ToolCall, UpstreamLost, header_value
 from megamcp.dataplane.ways import Way
 from megamcp.errors import (
     AuthorizationRequired,
@@ -75,7 +76,7 @@ class Calls:
     def in_flight(self) -> int:
         return self._running
 
-    async def call(self, rollout: RolloutView, request: CallRequest, progress: Progress | None = None) -> wire.Reply:
+    async def call(self, rollout: RolloutView, request: CallRequest, client: Client | None = None) -> wire.Reply:
         """Runs one call to its end. A tool's own error is a reply, not an exception.
 
         Raises NotFound (no such tool), NoCapacity, DeadlineExceeded, UpstreamError, Unavailable, and what the
@@ -92,7 +93,7 @@ class Calls:
         assert task is not None
         self._callers.add(task)
         try:
-            return await self._queued(rollout, request, progress)
+            return await self._queued(rollout, request, client)
         except asyncio.CancelledError:
             if not self._stopped or task.uncancel() > 0:
                 raise
@@ -111,7 +112,7 @@ class Calls:
         for task in self._callers:
             task.cancel()
 
-    async def _queued(self, rollout: RolloutView, request: CallRequest, progress: Progress | None) -> wire.Reply:
+    async def _queued(self, rollout: RolloutView, request: CallRequest, client: Client | None) -> wire.Reply:
         view = await self._control.environment(rollout.environment_id)
         environment = self._environments.of(view)
         started = asyncio.get_running_loop().time()
@@ -123,8 +124,8 @@ class Calls:
         try:
             call = _addressed(request, route)
             if route.server.exactly_once:
-                return await self._exactly_once(rollout, route, call, request, deadline, progress)
-            return await self._at_most_once(rollout, route, call, request, deadline, progress)
+                return await self._exactly_once(rollout, route, call, request, deadline, client)
+            return await self._at_most_once(rollout, route, call, request, deadline, client)
         finally:
             self._gates.leave(rollout.id, writes=_writes(route))
 
@@ -151,7 +152,7 @@ class Calls:
         call: ToolCall,
         request: CallRequest,
         deadline: float,
-        progress: Progress | None,
+        client: Client | None,
     ) -> wire.Reply:
         way = route.way
         remaining = deadline - asyncio.get_running_loop().time()
@@ -171,9 +172,9 @@ class Calls:
                 async with asyncio.timeout_at(deadline):
                     upstream = await way.upstream()
                     if not route.server.own_database:
-                        return await upstream.call(call, handle=handle, progress=progress)
+                        return await upstream.call(call, handle=handle, client=client)
                     database = await self._control.database(rollout, route.server.name)
-                    answer = await upstream.call(call, handle=handle, database=database, progress=progress)
+                    answer = await upstream.call(call, handle=handle, database=database, client=client)
                     # In the journal before anybody is told: a state cluster may lose more than the journal does.
                     await self._record(rollout, handle, call, answer, began)
                     return answer
@@ -236,7 +237,7 @@ class Calls:
         call: ToolCall,
         request: CallRequest,
         deadline: float,
-        progress: Progress | None,
+        client: Client | None,
     ) -> wire.Reply:
         try:
             async with asyncio.timeout_at(deadline):
@@ -247,7 +248,7 @@ class Calls:
             ) from None
         run = _Run()
         # In a task of its own: a cancellation may cut the exchange with the server, never the two rows around it.
-        task = asyncio.create_task(self._intended(run, rollout, route, call, request, deadline, progress))
+        task = asyncio.create_task(self._intended(run, rollout, route, call, request, deadline, client))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -268,7 +269,7 @@ class Calls:
         call: ToolCall,
         request: CallRequest,
         deadline: float,
-        progress: Progress | None,
+        client: Client | None,
     ) -> wire.Reply:
         way = route.way
         intent = await self._control.call_intent(
@@ -281,12 +282,20 @@ class Calls:
         if intent.replayed is not None:
             return wire.result_as_reply(intent.replayed.result, intent.replayed.is_error)
         error: MegaMCPError
+        sandbox: str | None = None
         try:
             if run.cancelled:
                 raise asyncio.CancelledError
             run.exchanging = True
-            async with asyncio.timeout_at(deadline):
-                reply, sandbox = await _until_seen(way, call, progress, deadline)
+            async with asyncio.timeout_at(deadline) as scope:
+                patient = Patient(client, scope) if client is not None else None
+
+                async def send(more: rounds.More) -> wire.Reply:
+                    nonlocal sandbox
+                    answer, sandbox = await _until_seen(way, rounds.with_more(call, more), patient, deadline)
+                    return answer
+
+                reply = await rounds.settled(send, patient)
             run.exchanging = False
         except TimeoutError:
             ended = way.seems_stuck()
@@ -349,19 +358,19 @@ class Calls:
 
 
 async def _until_seen(
-    way: Way, call: ToolCall, progress: Progress | None, deadline: float
+    way: Way, call: ToolCall, client: Client | None, deadline: float
 ) -> tuple[wire.Reply, str | None]:
     """Sends a call until a server has seen it, which happens at most once. Its answer, and the sandbox that gave it."""
     for _ in range(_UNSEEN_TRIES):
         upstream = await way.upstream()
         try:
-            return await upstream.call(call, progress=progress, deadline=deadline), upstream.sandbox
+            return await upstream.call(call, client=client, deadline=deadline), upstream.sandbox
         except UpstreamLost as error:
             if error.sent or not way.comes_back:
                 raise
             await way.lost()
     upstream = await way.upstream()
-    return await upstream.call(call, progress=progress, deadline=deadline), upstream.sandbox
+    return await upstream.call(call, client=client, deadline=deadline), upstream.sandbox
 
 
 class _Run:

@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from megamcp.dataplane.piped import StdioChild
 from megamcp.dataplane.ports import ControlPort, Limits, RolloutView, SandboxTarget, StdioTarget
-from megamcp.dataplane.protocol import Upstream
+from megamcp.dataplane.protocol import Client, Upstream
 from megamcp.dataplane.sandboxed import SandboxChild
-from megamcp.dataplane.stdio import StdioChild
 from megamcp.errors import Conflict, NoCapacity, UpstreamError
 
 _Key = tuple[str, str]
@@ -266,6 +266,15 @@ class Place:
 
     async def upstream(self) -> Upstream:
         return await self._dedicated.upstream(self)
+
+    @property
+    def modern(self) -> bool:
+        client = self._seat.child.client if self._seat is not None else None
+        return client is not None and client.modern
+
+    async def tell(self, method: str, client: Client) -> None:
+        if (seat := self._seat) is not None and (running := seat.child.client) is not None:
+            await running.tell(method, client)
 
     async def lost(self) -> None:
         if (seat := self._seat) is not None:

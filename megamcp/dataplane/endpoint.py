@@ -9,17 +9,12 @@ handshake-era session they are 200 with a JSON-RPC error, since its clients take
 
 import asyncio
 import logging
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from urllib.parse import parse_qsl
 
 import msgspec
 
 from megamcp.dataplane import consent, eras, wire
 from megamcp.dataplane.asgi import (
     Disconnected,
-    EventStream,
     Headers,
     Receive,
     Scope,
@@ -32,57 +27,18 @@ from megamcp.dataplane.asgi import (
     send_empty,
     send_json,
 )
-from megamcp.dataplane.calls import CallRequest, Calls
-from megamcp.dataplane.links import Environment, Environments
-from megamcp.dataplane.ports import ControlPort, Limits, RolloutView
-from megamcp.dataplane.protocol import ToolCall
-from megamcp.errors import BY_RPC, AuthorizationRequired, BadRequest, MegaMCPError, NotFound
+from megamcp.dataplane.calls import Calls
+from megamcp.dataplane.links import Environments
+from megamcp.dataplane.methods import ROLLOUT_ID, Methods
+from megamcp.dataplane.ports import ControlPort, Limits
+from megamcp.dataplane.protocol import HANDSHAKE
+from megamcp.dataplane.request import PATH, Request, addressee, error_status, status_of
+from megamcp.dataplane.streams import EventStream, Records, replay
+from megamcp.errors import AuthorizationRequired, MegaMCPError
 
 log = logging.getLogger(__name__)
 
-IDEMPOTENCY_KEY = "io.megamcp/idempotency-key"
-_INSTRUCTIONS_TIMEOUT_S = 10.0
-_PATH = re.compile(r"(?:/([re])/([^/]{1,300}))?/mcp/?")
-_ROLLOUT_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
-_ALLOW: Headers = [(b"allow", b"POST, DELETE, OPTIONS")]
-_MODERN_STATUS = {
-    wire.PARSE_ERROR: 400,
-    wire.INVALID_REQUEST: 400,
-    wire.INVALID_PARAMS: 400,
-    wire.METHOD_NOT_FOUND: 404,
-    wire.HEADER_MISMATCH: 400,
-    -32021: 400,
-    wire.UNSUPPORTED_VERSION: 400,
-}
-
-
-@dataclass(slots=True)
-class _Request:
-    """One POST on its way: who it is for, and what it can take as an answer."""
-
-    head: eras.Head
-    environment: str | None
-    rollout: str | None
-    key: str | None
-    session: str | None
-    receive: Receive
-    stream: EventStream | None
-    modern: bool = False
-    id: bytes | None = None
-    read: bool = False
-    """Set once the message is known to be a request for a live rollout: from here on errors are its answer."""
-    new_session: str | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    task: "asyncio.Task[None]"
-    reason: str | None = None
-
-    def cancel(self, reason: str) -> None:
-        if self.reason is None:
-            self.reason = reason
-            self.task.cancel(reason)
+_ALLOW: Headers = [(b"allow", b"GET, POST, DELETE, OPTIONS")]
 
 
 class Endpoint:
@@ -91,29 +47,31 @@ class Endpoint:
     def __init__(self, control: ControlPort, environments: Environments, calls: Calls, limits: Limits) -> None:
         self._control = control
         self._environments = environments
-        self._calls = calls
         self._limits = limits
-        self._in_flight: dict[tuple[str, str, bytes], _InFlight] = {}
-        self._watches: set[asyncio.Task[None]] = set()
+        self._methods = Methods(control, environments, calls, limits)
+        self._records = Records()
 
     @staticmethod
     def serves(path: str) -> bool:
         """Whether a path is the endpoint's."""
-        return _PATH.fullmatch(path) is not None
+        return PATH.fullmatch(path) is not None
 
     def cancel(self, rollout: str, session: str, request_id: str) -> bool:
-        """Cancels a handshake-era call of this process; False when it has no such call."""
-        entry = self._in_flight.get((rollout, session, request_id.encode()))
-        if entry is None:
-            return False
-        entry.cancel("cancelled")
-        return True
+        """Cancels a handshake-era request of this process; False when it has no such request."""
+        return self._methods.cancel(rollout, session, request_id)
+
+    def stop(self) -> None:
+        """The gateway is about to stop: open streams end."""
+        self._methods.listening.stop()
+
+    async def aclose(self) -> None:
+        await self._methods.listening.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request: _Request | None = None
+        request: Request | None = None
         try:
             if scope["method"] != "POST":
-                await self._other_method(scope, send)
+                await self._other_method(scope, receive, send)
                 return
             request = self._open(scope, receive, send)
             body = await self._body(request)
@@ -132,16 +90,10 @@ class Endpoint:
 
     # HTTP
 
-    def _open(self, scope: Scope, receive: Receive, send: Send) -> _Request:
+    def _open(self, scope: Scope, receive: Receive, send: Send) -> Request:
         head = eras.Head.of(scope["headers"])
         values = head.values
-        if (origin := values.get(b"origin")) is not None and not origin_allowed(origin, self._limits.allowed_origins):
-            raise wire.RpcFailure(
-                wire.INVALID_REQUEST,
-                "This Origin may not use the gateway.",
-                status=403,
-                data={"code": "origin_refused"},
-            )
+        self._check_origin(head)
         if not is_json(values.get(b"content-type")):
             raise wire.RpcFailure(
                 wire.INVALID_REQUEST,
@@ -157,11 +109,22 @@ class Endpoint:
                 status=406,
                 data={"code": "not_acceptable"},
             )
-        environment, rollout, key = _addressee(scope, head)
+        environment, rollout, key = addressee(scope, head)
         session = head.text(b"mcp-session-id")
-        return _Request(head, environment, rollout, key, session, receive, EventStream(send) if events else None)
+        stream = EventStream(send, self._records, session if _resumable(head) else None) if events else None
+        return Request(head, environment, rollout, key, session, receive, stream)
 
-    async def _body(self, request: _Request) -> bytes:
+    def _check_origin(self, head: eras.Head) -> None:
+        origin = head.values.get(b"origin")
+        if origin is not None and not origin_allowed(origin, self._limits.allowed_origins):
+            raise wire.RpcFailure(
+                wire.INVALID_REQUEST,
+                "This Origin may not use the gateway.",
+                status=403,
+                data={"code": "origin_refused"},
+            )
+
+    async def _body(self, request: Request) -> bytes:
         declared = request.head.values.get(b"content-length")
         try:
             async with asyncio.timeout(self._limits.body_timeout_s):
@@ -173,37 +136,71 @@ class Endpoint:
         wire.check_text(body, self._limits.depth)
         return body
 
-    async def _other_method(self, scope: Scope, send: Send) -> None:
+    async def _other_method(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = eras.Head.of(scope["headers"])
+        session = head.text(b"mcp-session-id")
         if scope["method"] == "OPTIONS":
             await send_empty(send, 204, _ALLOW)
-        elif scope["method"] == "DELETE" and (session := head.text(b"mcp-session-id")) is not None:
-            # Sessions hold nothing, so there is nothing to delete but a rollout that one opened for itself.
-            environment, _, _ = _addressee(scope, head)
-            if environment is not None and _ROLLOUT_ID.fullmatch(own := eras.rollout_of_session(session)):
-                await self._control.session_ended(own)
+        elif scope["method"] == "DELETE" and session is not None:
+            await self._delete(scope, head, session)
             await send_empty(send, 204)
+        elif scope["method"] == "GET" and session is not None:
+            await self._listen(scope, head, session, receive, send)
         else:
-            # No stream of the server's own accord: 405 is how a GET is told so, in both eras.
+            # 2026-07-28 has no GET, and no stream belongs to nobody: 405 is how both eras say so.
             await send_empty(send, 405, _ALLOW)
 
-    async def _refuse(self, request: _Request | None, error: wire.RpcFailure | MegaMCPError, send: Send) -> None:
+    async def _delete(self, scope: Scope, head: eras.Head, session: str) -> None:
+        """A session holds nothing here but what servers keep for it, and a rollout that it opened for itself."""
+        environment, _, _ = addressee(scope, head)
+        own = eras.rollout_of_session(session)
+        if not ROLLOUT_ID.fullmatch(own):
+            return
+        self._methods.listening.forget(session)
+        try:
+            view = await self._control.rollout(own)
+            await self._environments.end(view.environment_id, session)
+        except MegaMCPError:
+            pass  # it is over by itself
+        if environment is not None:
+            await self._control.session_ended(own)
+
+    async def _listen(self, scope: Scope, head: eras.Head, session: str, receive: Receive, send: Send) -> None:
+        """The stream of a session: the rest of a broken one, or what servers say of their own accord."""
+        self._check_origin(head)
+        if not accepts(head.values.get(b"accept"))[1]:
+            raise wire.RpcFailure(
+                wire.INVALID_REQUEST,
+                "Accept must allow text/event-stream.",
+                status=406,
+                data={"code": "not_acceptable"},
+            )
+        environment, rollout, key = addressee(scope, head)
+        request = Request(head, environment, rollout, key, session, receive, None)
+        view = await self._methods.rollout(request)
+        if (last := head.text(b"last-event-id")) is not None and (found := self._records.find(session, last)):
+            await replay(send, *found)
+            return
+        stream = EventStream(send, self._records, session if _resumable(head) else None)
+        await self._methods.listening.stand(await self._methods.environment_of(view), view, session, stream, receive)
+
+    async def _refuse(self, request: Request | None, error: wire.RpcFailure | MegaMCPError, send: Send) -> None:
         failure = error if isinstance(error, wire.RpcFailure) else wire.RpcFailure.of(error)
         message_id = request.id if request is not None else None
         body = wire.error_message(message_id, wire.error_object(failure))
         if request is not None and request.stream is not None and request.stream.started:
             await request.stream.finish(body)
             return
-        await send_json(send, _status(request, failure), body, retry_headers(failure))
+        await send_json(send, status_of(request, failure), body, retry_headers(failure))
 
     # Messages
 
-    async def _single(self, request: _Request, body: bytes, send: Send) -> None:
+    async def _single(self, request: Request, body: bytes, send: Send) -> None:
         envelope = wire.read_envelope(body)
         request.id = wire.request_id(envelope)
         request.modern = eras.is_modern(request.head, envelope, body)
         try:
-            reply = await self._message(request, envelope)
+            reply = await self._methods.message(request, envelope)
         except AuthorizationRequired as required:
             reply = consent.asked(required, envelope, modern=request.modern)
         if reply is None:
@@ -215,11 +212,11 @@ class Endpoint:
         if stream is not None and (stream.started or not accepts(request.head.values.get(b"accept"))[0]):
             await stream.finish(text)
             return
-        status = _error_status(request, reply.body) if reply.failed else 200
+        status = error_status(request, reply.body) if reply.failed else 200
         session = request.new_session
         await send_json(send, status, text, [(b"mcp-session-id", session.encode())] if session is not None else None)
 
-    async def _batch(self, request: _Request, body: bytes, send: Send) -> None:
+    async def _batch(self, request: Request, body: bytes, send: Send) -> None:
         version = request.head.text(b"mcp-protocol-version") or eras.BATCHES
         messages = wire.read_batch(body)
         if version != eras.BATCHES or not messages or len(messages) > self._limits.batch:
@@ -236,8 +233,8 @@ class Endpoint:
         else:
             await send_empty(send, 202)
 
-    async def _member(self, batch: _Request, message: msgspec.Raw) -> bytes | None:
-        request = _Request(batch.head, batch.environment, batch.rollout, batch.key, batch.session, batch.receive, None)
+    async def _member(self, batch: Request, message: msgspec.Raw) -> bytes | None:
+        request = Request(batch.head, batch.environment, batch.rollout, batch.key, batch.session, batch.receive, None)
         try:
             envelope = wire.read_envelope(message)
             request.id = wire.request_id(envelope)
@@ -245,256 +242,14 @@ class Endpoint:
                 raise wire.RpcFailure(
                     wire.INVALID_REQUEST, "initialize can't be batched.", data={"code": "batch_refused"}
                 )
-            reply = await self._message(request, envelope)
+            reply = await self._methods.message(request, envelope)
         except wire.RpcFailure as failure:
             return wire.error_message(request.id, wire.error_object(failure))
         except MegaMCPError as error:
             return wire.error_message(request.id, wire.error_object(wire.RpcFailure.of(error)))
         return None if reply is None else wire.reply_message(request.id or b"null", reply)
 
-    async def _message(self, request: _Request, envelope: wire.Envelope) -> wire.Reply | None:
-        if envelope.jsonrpc != "2.0":
-            raise wire.RpcFailure(wire.INVALID_REQUEST, 'jsonrpc must be "2.0".', data={"code": "invalid_request"})
-        method = envelope.method
-        if method is None:
-            answered = envelope.result is not wire.ABSENT or envelope.error is not wire.ABSENT
-            if request.modern or request.id is None or not answered:
-                raise wire.RpcFailure(
-                    wire.INVALID_REQUEST,
-                    "Not a JSON-RPC request or notification.",
-                    data={"code": "invalid_request"},
-                )
-            request.id = None  # a response is acknowledged, and nothing here ever asked for one
-            return None
-        if request.id is None:
-            await self._notification(request, method, envelope.params)
-            return None
-        if envelope.params is wire.ABSENT:
-            params: dict[str, msgspec.Raw] = {}
-        else:
-            params = wire.read_members(envelope.params, "params")
-        if request.modern:
-            params = consent.unwrapped(params)
-            eras.check_modern(request.head, method, params)
-        if method == "tools/call":
-            return await self._call(request, params)
-        environment, rollout = await self._environment(request, opens=method == "initialize")
-        match method:
-            case "tools/list":
-                return await self._list(environment, rollout, params, modern=request.modern)
-            case "initialize" if not request.modern:
-                protocol = eras.negotiated(envelope.params)
-                request.new_session = eras.new_session(request.rollout or "")
-                view = environment.view
-                said = await environment.instructions(rollout, _INSTRUCTIONS_TIMEOUT_S)
-                return wire.Reply(eras.initialize_result(protocol, view.name, view.version, said))
-            case "ping" if not request.modern:
-                return wire.Reply(b"{}")
-            case "server/discover" if request.modern:
-                view = environment.view
-                said = await environment.instructions(rollout, _INSTRUCTIONS_TIMEOUT_S)
-                return wire.Reply(eras.discover_result(view.name, view.version, said))
-            case _:
-                raise wire.RpcFailure(
-                    wire.METHOD_NOT_FOUND,
-                    f"There is no method {method[:100]!r} here.",
-                    status=404,
-                    data={"code": "method_not_found"},
-                )
 
-    async def _notification(self, request: _Request, method: str, params: msgspec.Raw) -> None:
-        # 2026-07-28 has none over HTTP (a client cancels by leaving); those sent all the same are dropped.
-        if request.modern or method != "notifications/cancelled":
-            return
-        rollout = request.rollout or (eras.rollout_of_session(request.session) if request.session else None)
-        if rollout is None:
-            return
-        wanted = wire.read_members(params, "params").get("requestId")
-        if wanted is None:
-            return
-        session, text = request.session or "", bytes(wanted).decode()
-        if not self.cancel(rollout, session, text):
-            await self._control.cancel_elsewhere(rollout, session, text)
-
-    # Rollout and environment
-
-    async def _rollout(self, request: _Request, *, for_call: bool = False) -> RolloutView:
-        """The rollout that a request is for. Raises NotFound, Gone, BadRequest."""
-        rollout = request.rollout
-        if rollout is None and request.session is not None and not request.modern:
-            rollout = eras.rollout_of_session(request.session)
-        if rollout is None and request.environment is not None and request.key is not None:
-            rollout = await self._control.open_for_session(request.environment, key=request.key)
-        if rollout is None:
-            raise BadRequest(
-                "This request names no rollout.",
-                code="rollout_required",
-                hint="Open one with POST /v1/rollouts and use its url, or send X-Rollout-Id.",
-            )
-        if not _ROLLOUT_ID.fullmatch(rollout):
-            raise NotFound(f"There is no rollout {rollout[:100]!r}.", code="rollout_not_found")
-        find = self._control.rollout_for_call if for_call else self._control.rollout
-        view = await find(rollout)
-        request.rollout = rollout
-        request.read = True
-        return view
-
-    async def _environment(self, request: _Request, *, opens: bool) -> tuple[Environment, RolloutView | None]:
-        if request.environment is not None and request.rollout is None:
-            if opens and not request.modern:
-                request.rollout = await self._control.open_for_session(request.environment, key=None)
-            elif request.modern or request.session is None:
-                view = await self._control.environment_named(request.environment)
-                request.read = True
-                return self._environments.of(view), None
-        rollout = await self._rollout(request)
-        return self._environments.of(await self._control.environment(rollout.environment_id)), rollout
-
-    # Tools
-
-    async def _list(
-        self, environment: Environment, rollout: RolloutView | None, params: dict[str, msgspec.Raw], *, modern: bool
-    ) -> wire.Reply:
-        tools = await environment.tool_list(rollout)
-        page: int | None = 0
-        if (raw := params.get("cursor")) is not None and bytes(raw) != b"null":
-            page = tools.page_of(wire.read_string(raw, "cursor"))
-            if page is None:
-                raise wire.RpcFailure(
-                    wire.INVALID_PARAMS, "This cursor is not one of ours.", data={"code": "bad_cursor"}
-                )
-        assert page is not None
-        following = tools.cursor(page + 1) if page + 1 < len(tools.pages) else None
-        return wire.Reply(eras.list_result(tools.pages[page], following, modern=modern))
-
-    async def _call(self, request: _Request, params: dict[str, msgspec.Raw]) -> wire.Reply | None:
-        view = await self._rollout(request, for_call=True)
-        call, key = _tool_call(request, params)
-        task = asyncio.current_task()
-        assert task is not None
-        entry = _InFlight(task)
-        address = (view.id, request.session or "", request.id or b"")
-        watch: asyncio.TimerHandle | None = None
-        if request.modern:
-            # Only a call that takes a while pays for watching whether its client is still there.
-            watch = asyncio.get_running_loop().call_later(
-                self._limits.disconnect_check_s, self._watch, request.receive, entry
-            )
-        else:
-            self._in_flight[address] = entry
-        stream = request.stream
-        progress = stream.event if stream is not None and call.progress_token is not None else None
-        mirrored = request.head.mirrored if request.modern else None
-        try:
-            reply = await self._calls.call(view, CallRequest(call, key, mirrored), progress)
-            return eras.complete(reply) if request.modern else reply
-        except asyncio.CancelledError:
-            if entry.reason is None:
-                raise
-            task.uncancel()
-            if entry.reason == "disconnected":
-                raise Disconnected from None
-            raise wire.RpcFailure(-32800, "The call was cancelled.", status=200, data={"code": "cancelled"}) from None
-        finally:
-            entry.reason = entry.reason or "done"
-            if watch is not None:
-                watch.cancel()
-            elif self._in_flight.get(address) is entry:
-                del self._in_flight[address]
-
-    def _watch(self, receive: Receive, entry: _InFlight) -> None:
-        task = asyncio.create_task(_until_disconnect(receive, lambda: entry.cancel("disconnected")))
-        self._watches.add(task)
-        task.add_done_callback(self._watches.discard)
-
-
-async def _until_disconnect(receive: Receive, leave: Callable[[], None]) -> None:
-    """Ends by itself: servers report a disconnect also when the response is complete."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    leave()
-
-
-def _addressee(scope: Scope, head: eras.Head) -> tuple[str | None, str | None, str | None]:
-    """(environment, rollout, API key). Carriers of the rollout that disagree are refused."""
-    match = _PATH.fullmatch(scope["path"])
-    if match is None:
-        raise NotFound("There is no MCP endpoint at this path.", code="no_such_path")
-    kind, name = match.groups()
-    carriers: set[str] = {name} if kind == "r" else set()
-    if (sent := head.text(b"x-rollout-id")) is not None:
-        carriers.add(sent)
-    if query := scope.get("query_string"):
-        pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=None)
-        carriers.update(value for key, value in pairs if key == "rollout")
-    key: str | None = None
-    if (authorization := head.text(b"authorization")) is not None:
-        scheme, _, token = authorization.partition(" ")
-        if scheme.lower() == "bearer" and token:
-            if token.startswith("ro_"):
-                carriers.add(token.strip())
-            else:
-                key = token.strip()
-    if len(carriers) > 1:
-        raise BadRequest(
-            "The URL, X-Rollout-Id, ?rollout= and the bearer token name different rollouts.",
-            code="rollout_carriers_disagree",
-            hint="Name the rollout once; the URL is enough.",
-        )
-    return name if kind == "e" else None, next(iter(carriers), None), key
-
-
-def _tool_call(request: _Request, params: dict[str, msgspec.Raw]) -> tuple[ToolCall, str | None]:
-    """The call in its maker's bytes, and its idempotency key."""
-    name = wire.read_string(params.get("name"), "name")
-    raw = params.get("arguments")
-    arguments = bytes(raw) if raw is not None else b"{}"
-    if arguments == b"null":
-        arguments = b"{}"
-    if arguments[0] != 0x7B:
-        raise wire.RpcFailure(wire.INVALID_PARAMS, "arguments must be an object.", data={"code": "invalid_params"})
-    key = request.head.text(b"idempotency-key")
-    meta_raw = params.get("_meta")
-    token: bytes | None = None
-    meta = b""
-    if meta_raw is not None and (meta := bytes(meta_raw)) != b"null":
-        members = wire.read_members(meta_raw, "_meta")
-        if (raw_token := members.get("progressToken")) is not None:
-            token = bytes(raw_token)
-        if (raw_key := members.get(IDEMPOTENCY_KEY)) is not None:
-            named = wire.read_string(raw_key, IDEMPOTENCY_KEY)
-            if key is not None and key != named:
-                raise BadRequest(
-                    f"The Idempotency-Key header and _meta[{IDEMPOTENCY_KEY!r}] differ.",
-                    code="bad_idempotency_key",
-                )
-            key = named
-    else:
-        meta = b""
-    more = b"".join(
-        b",%b:%b" % (wire.encode(name), bytes(value))
-        for name, value in params.items()
-        if name not in ("name", "arguments", "_meta")
-    )
-    return ToolCall(name, arguments, meta, request.modern, more, (), token), key
-
-
-def _status(request: _Request | None, failure: wire.RpcFailure) -> int:
-    """See the module's docstring."""
-    if request is None or not request.read:
-        return failure.status
-    if failure.code in (wire.INVALID_PARAMS, wire.METHOD_NOT_FOUND):
-        if not request.modern:
-            return 200
-        return 400 if failure.status == 404 and failure.code == wire.INVALID_PARAMS else failure.status
-    if request.modern or request.session is None or failure.status in (404, 410):
-        return failure.status
-    return 200
-
-
-def _error_status(request: _Request, error: bytes) -> int:
-    """The status of a JSON-RPC error that a tool server answered with."""
-    code, _, name = wire.peek_error(error)
-    if name and code in BY_RPC and (request.modern or request.session is None):
-        return BY_RPC[code].status
-    return _MODERN_STATUS.get(code, 200) if request.modern else 200
+def _resumable(head: eras.Head) -> bool:
+    """Whether the client's revision knows events that only carry an id to resume from."""
+    return head.values.get(b"mcp-protocol-version") == HANDSHAKE[0].encode()

@@ -7,11 +7,12 @@ tool is called. Sources: specification 2026-07-28 (streamable HTTP, versioning) 
 
 import secrets
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from megamcp.dataplane import mirrored, wire
-from megamcp.dataplane.protocol import CAPABILITIES_KEY, HANDSHAKE, MODERN, PROTOCOL_KEY
+from megamcp.dataplane.protocol import CAPABILITIES_KEY, HANDSHAKE, MODERN, PROTOCOL_KEY, About
 
 SUPPORTED = (MODERN, *HANDSHAKE)
 BATCHES = "2025-03-26"
@@ -31,6 +32,7 @@ _READ = _ROUTING | {
     b"content-length",
     b"content-type",
     b"idempotency-key",
+    b"last-event-id",
     b"mcp-session-id",
     b"origin",
     b"x-rollout-id",
@@ -53,7 +55,7 @@ class Head:
             if name in _READ:
                 if name in values and name in _ROUTING:
                     head.repeated = name
-                values[name] = value
+                values[name] = value.strip(b" \t")  # the parser leaves white space after a value
             elif name.startswith(mirrored.PREFIX):
                 head.mirrored.append((name, value))
         return head
@@ -89,8 +91,8 @@ def _claims_version(envelope: wire.Envelope) -> bool:
         return False
 
 
-def check_modern(head: Head, method: str, params: dict[str, msgspec.Raw]) -> None:
-    """The checks of a 2026-07-28 request, in the specification's order."""
+def check_modern(head: Head, method: str, params: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    """The checks of a 2026-07-28 request, in the specification's order. Returns the members of `_meta`."""
     meta_raw = params.get("_meta")
     if meta_raw is None:
         raise _incomplete(PROTOCOL_KEY, CAPABILITIES_KEY)
@@ -109,6 +111,7 @@ def check_modern(head: Head, method: str, params: dict[str, msgspec.Raw]) -> Non
         value = head.values.get(b"mcp-name")
         if value is None or mirrored.decode_value(value) != wire.read_string(params[key], key):
             raise _mismatch(f"The Mcp-Name header is missing or differs from params.{key}.")
+    return meta
 
 
 def _incomplete(*keys: str) -> wire.RpcFailure:
@@ -135,45 +138,48 @@ def unsupported(version: str) -> wire.RpcFailure:
 
 class _InitializeParams(msgspec.Struct):
     protocolVersion: str
+    capabilities: dict[str, Any] = {}
 
 
-def negotiated(params: msgspec.Raw) -> str:
-    """The revision of a new handshake-era session: the client's if it is spoken here, else the newest."""
+def negotiated(params: msgspec.Raw) -> tuple[str, dict[str, Any]]:
+    """The revision of a new handshake-era session (the client's if it is spoken here, else the newest), and what the
+    client can do."""
     try:
-        asked = msgspec.json.decode(params, type=_InitializeParams).protocolVersion
+        asked = msgspec.json.decode(params, type=_InitializeParams)
     except (msgspec.DecodeError, RecursionError):
         raise wire.RpcFailure(
             wire.INVALID_PARAMS, "initialize needs a protocolVersion.", data={"code": "invalid_params"}
         ) from None
-    return asked if asked in HANDSHAKE else HANDSHAKE[0]
+    return asked.protocolVersion if asked.protocolVersion in HANDSHAKE else HANDSHAKE[0], asked.capabilities
 
 
 def _self(name: str, version: str) -> dict[str, str]:
     return {"name": name, "version": version}
 
 
-def initialize_result(protocol: str, name: str, version: str, instructions: str | None) -> bytes:
+def initialize_result(protocol: str, name: str, version: str, about: About, *, logs: bool) -> bytes:
     result: dict[str, object] = {
         "protocolVersion": protocol,
-        "capabilities": {"tools": {}},
+        # Servers of 2026-07-28 may have log messages without declaring it.
+        "capabilities": {**about.capabilities, "logging": {}} if logs else about.capabilities,
         "serverInfo": _self(name, version),
     }
-    if instructions is not None:
-        result["instructions"] = instructions
+    if about.instructions is not None:
+        result["instructions"] = about.instructions
     return wire.encode(result)
 
 
-def discover_result(name: str, version: str, instructions: str | None) -> bytes:
+def discover_result(name: str, version: str, about: About) -> bytes:
     result: dict[str, object] = {
         "resultType": "complete",
         "supportedVersions": SUPPORTED,
-        "capabilities": {"tools": {}},
+        "capabilities": about.capabilities,
         "ttlMs": LIST_TTL_MS,
         "cacheScope": "private",
         "_meta": {SERVER_KEY: _self(name, version)},
     }
-    if instructions is not None:
-        result["instructions"] = instructions
+    if about.instructions is not None:
+        result["instructions"] = about.instructions
     return wire.encode(result)
 
 
@@ -185,9 +191,22 @@ def list_result(tools: bytes, cursor: str | None, *, modern: bool) -> bytes:
     return b'{"tools":[%b]%b}' % (tools, after)
 
 
-def complete(reply: wire.Reply) -> wire.Reply:
-    """A result for a 2026-07-28 client: it wants a `resultType`, which servers of the handshake era don't know."""
+_CACHEABLE = frozenset({"prompts/list", "resources/list", "resources/templates/list", "resources/read"})
+_NOT_FOUND = -32002
+
+
+def complete(reply: wire.Reply, method: str = "") -> wire.Reply:
+    """A reply for a 2026-07-28 client: it wants a `resultType`, and of some how long they stay good, which servers of
+    the handshake era don't know; and it knows no code of its own for a resource that isn't there."""
     body = reply.body
+    if reply.failed and method == "resources/read" and wire.peek_error(body)[0] == _NOT_FOUND:
+        members = wire.read_members(body, "error")
+        return wire.Reply(wire.encode({**members, "code": wire.INVALID_PARAMS}), failed=True)
+    if not reply.failed and method in _CACHEABLE and b'"ttlMs"' not in body:
+        members = wire.read_members(body, "result")
+        if "ttlMs" not in members and _completes(members):
+            more = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
+            return wire.Reply(wire.encode({**more, **members}))
     if reply.failed or body.endswith(_COMPLETE):
         return reply
     if b'"resultType"' in body and "resultType" in wire.read_members(body, "result"):
@@ -197,9 +216,18 @@ def complete(reply: wire.Reply) -> wire.Reply:
     return wire.Reply(b'{"resultType":"complete"' + comma + inner)
 
 
-def new_session(rollout: str) -> str:
-    """A session id. It names its rollout, so that any gateway process can serve it and none stores it."""
-    return f"{rollout}.{secrets.token_hex(8)}"
+def _completes(members: dict[str, msgspec.Raw]) -> bool:
+    return "resultType" not in members or bytes(members["resultType"]) == b'"complete"'
+
+
+def new_session(rollout: str, capabilities: str) -> str:
+    """A session id. It names its rollout and what its client can do (`clients.packed`), so that any gateway process can
+    serve it and none stores it."""
+    return f"{rollout}.{secrets.token_hex(8)}.{capabilities}"
+
+
+def capabilities_of_session(session: str) -> str:
+    return session.rpartition(".")[2] if session.count(".") == 2 else ""
 
 
 def rollout_of_session(session: str) -> str:

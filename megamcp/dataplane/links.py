@@ -9,7 +9,11 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import math
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -28,7 +32,7 @@ from megamcp.dataplane.ports import (
     SocketTarget,
     UrlTarget,
 )
-from megamcp.dataplane.protocol import UpstreamLost
+from megamcp.dataplane.protocol import About, Client, UpstreamLost
 from megamcp.dataplane.ways import Remote, Supervised, Way
 from megamcp.errors import BadRequest, DeadlineExceeded, MegaMCPError, NotFound, UpstreamError
 
@@ -48,6 +52,7 @@ class _ToolHead(msgspec.Struct):
 class _ToolsPage(msgspec.Struct):
     tools: list[msgspec.Raw]
     nextCursor: str | None = None
+    ttlMs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,8 @@ class Link:
         self._lists = 0
         """How often the list was given up for a newer one."""
         self._listings: dict[str | None, asyncio.Task[dict[str, Tool]]] = {}
-        self._instructions: str | None = None
+        self._about = About()
+        self._stale_at = math.inf
         self._dedicated = dedicated
         self._way: Remote | Supervised | DedicatedServer
         match server.target:
@@ -78,10 +84,10 @@ class Link:
                 self._way = Supervised(server.name, target, sockets, limits)
             case DedicatedTarget(restart_on_move):
                 starts = asyncio.Semaphore(limits.dedicated_starts)
-                self._way = DedicatedServer(server.name, restart_on_move, self._forget_tools, starts)
+                self._way = DedicatedServer(server.name, restart_on_move, self.forget_tools, starts)
             case SocketTarget() | UrlTarget() as target:
                 self._way = Remote(server.name, target, limits)
-                self._way.client.on_list_changed = self._forget_tools
+                self._way.client.on_list_changed = self.forget_tools
 
     def way(self, rollout: RolloutView | None) -> Way:
         """How calls of a rollout reach the server. Raises BadRequest where that takes a rollout."""
@@ -97,7 +103,7 @@ class Link:
 
     async def tools(self, rollout: RolloutView | None) -> dict[str, Tool]:
         """Its tools by name, in its own order; asked for once. Raises UpstreamError, DeadlineExceeded, BadRequest."""
-        if self._tools is not None:
+        if self._tools is not None and time.monotonic() < self._stale_at:
             return self._tools
         way = self.way(rollout)
         # Rollouts ask their own processes side by side: what ails one is no answer for another.
@@ -120,11 +126,48 @@ class Link:
     def known_tool(self, name: str) -> Tool | None:
         return self._tools.get(name) if self._tools is not None else None
 
-    async def instructions(self, rollout: RolloutView | None) -> str | None:
+    async def about(self, rollout: RolloutView | None) -> About:
+        """What the server says about itself. Raises what `tools` raises."""
         await self.tools(rollout)
-        return self._instructions
+        return self._about
 
-    def _forget_tools(self) -> None:
+    @property
+    def known(self) -> About:
+        """The same, as far as it was asked."""
+        return self._about
+
+    @property
+    def dedicated(self) -> bool:
+        return isinstance(self._way, DedicatedServer)
+
+    def modern(self, rollout: RolloutView | None) -> bool:
+        """Whether it speaks 2026-07-28, as far as that is known."""
+        if isinstance(self._way, DedicatedServer):
+            return rollout is not None and self._dedicated.way(rollout, self._way).modern
+        return not isinstance(self._way, Remote) or self._way.client.modern
+
+    @property
+    def shared(self) -> bool:
+        """Whether it says the same to all who listen, since it keeps no sessions apart."""
+        return isinstance(self._way, Remote) and self._way.client.sessionless
+
+    def keeps(self, session: str) -> bool:
+        """Whether the server has a session for a client's."""
+        return isinstance(self._way, Remote) and self._way.client.keeps(session)
+
+    async def tell(self, rollout: RolloutView | None, method: str, client: Client) -> None:
+        """A notification of a client, if the server is there and knows it."""
+        if isinstance(self._way, Remote):
+            await self._way.client.tell(method, client)
+        elif isinstance(self._way, DedicatedServer) and rollout is not None:
+            await self._dedicated.way(rollout, self._way).tell(method, client)
+
+    async def end(self, session: str) -> None:
+        """A client's session, or all of a rollout's, are over."""
+        if isinstance(self._way, Remote):
+            await self._way.client.end(session)
+
+    def forget_tools(self) -> None:
         self._tools = None
         self._lists += 1
 
@@ -145,10 +188,11 @@ class Link:
     async def _ask(self, way: Way) -> dict[str, Tool]:
         lists = self._lists
         upstream = await way.upstream()
-        instructions = await upstream.instructions()
+        about = await upstream.about()
         tools: dict[str, Tool] = {}
         cursor: str | None = None
-        for _ in range(_MOST_PAGES):
+        fresh_s = math.inf
+        for _ in range(_MOST_PAGES if "tools" in about.capabilities or not about.capabilities else 0):
             reply = await upstream.request("tools/list", {"cursor": cursor} if cursor else {})
             if reply.failed:
                 _, why, _ = wire.peek_error(reply.body)
@@ -166,10 +210,12 @@ class Link:
                     f"Tool server {self.server.name!r} lists its tools in a way that is not MCP: {error}",
                     code="tool_server_protocol",
                 ) from None
+            fresh_s = min(fresh_s, page.ttlMs / 1000 if page.ttlMs else math.inf)
             cursor = page.nextCursor
             if not cursor:
                 break
-        self._instructions = instructions
+        self._about = about
+        self._stale_at = time.monotonic() + fresh_s
         if lists == self._lists:
             self._tools = tools
         return tools
@@ -227,6 +273,8 @@ class Environment:
         # A server's name may hold "__" itself: the longest that fits wins.
         self._prefixes = sorted(((f"{name}__", link) for name, link in self.links.items()), key=_longest_first)
         self._limits = limits
+        self.may_ask = not all(server.exactly_once for server in view.servers)
+        """Whether a server may ask the client something while it works on a request: those of our SDK don't."""
         self._list: ToolList | None = None
         self._listed: tuple[dict[str, Tool], ...] = ()
 
@@ -273,18 +321,59 @@ class Environment:
             self._list, self._listed = ToolList(tuple(texts), pages, tag), listed
         return self._list
 
-    async def instructions(self, rollout: RolloutView | None, timeout: float) -> str | None:
-        """What the environment says, else what its servers say. Nothing when one can't say it in time."""
-        if self.view.instructions is not None:
-            return self.view.instructions
-        said: list[str | None] = []
+    async def about(self, rollout: RolloutView | None, timeout: float) -> About:
+        """What the environment says about itself, and its servers together; without those that can't say it in time."""
+        said = await asyncio.gather(*(self._said(link, rollout, timeout) for link in self.links.values()))
+        capabilities: dict[str, Any] = {"tools": {}}
+        for one in said:
+            capabilities = _merged(capabilities, one.capabilities)
+        instructions = self.view.instructions
+        if instructions is None:
+            instructions = "\n\n".join(one.instructions for one in said if one.instructions) or None
+        return About(instructions, capabilities)
+
+    async def _said(self, link: Link, rollout: RolloutView | None, timeout: float) -> About:
         with contextlib.suppress(TimeoutError, MegaMCPError):
             async with asyncio.timeout(timeout):
-                said = [await link.instructions(rollout) for link in self.links.values()]
-        return "\n\n".join(text for text in said if text) or None
+                return await link.about(rollout)
+        return About()
+
+    def able(self, capability: str) -> list[Link]:
+        """The servers that have declared a capability, in the environment's order."""
+        return [link for link in self.links.values() if capability in link.known.capabilities]
+
+    @property
+    def single(self) -> Link | None:
+        return self._single
+
+    def addressed(self, name: str) -> tuple[Link | None, str]:
+        """The server that a prefixed name is for, and the name that the server knows."""
+        return self._addressed(name)
+
+    def prefixed(self, link: Link, name: str) -> str:
+        return name if self._single is not None else f"{link.server.name}__{name}"
+
+    async def end(self, session: str) -> None:
+        """A client's session, or all of a rollout's, are over."""
+        for link in self.links.values():
+            await link.end(session)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(link.aclose() for link in self.links.values()))
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What either can do."""
+    found = dict(one)
+    for name, value in other.items():
+        known = found.get(name)
+        if isinstance(known, Mapping) and isinstance(value, Mapping):
+            found[name] = _merged(known, value)
+        elif isinstance(known, bool) and isinstance(value, bool):
+            found[name] = known or value
+        else:
+            found.setdefault(name, value)
+    return found
 
 
 def _longest_first(entry: tuple[str, Link]) -> int:
@@ -312,6 +401,11 @@ class Environments:
         if known is None:
             known = self._known[view.id] = Environment(view, self._sockets, self.dedicated, self._limits)
         return known
+
+    async def end(self, environment_id: int, session: str) -> None:
+        """A client's session is over."""
+        if (known := self._known.get(environment_id)) is not None:
+            await known.end(session)
 
     async def forget(self, environment_id: int) -> None:
         """Stops an environment's servers; a later use starts them again."""

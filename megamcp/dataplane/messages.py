@@ -6,6 +6,7 @@ something. Arguments and results stay the bytes that they came as. No I/O.
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -15,21 +16,28 @@ from megamcp.dataplane.protocol import (
     CAPABILITIES_KEY,
     CLIENT_KEY,
     HANDSHAKE,
+    LEVEL_KEY,
     MODERN,
     PROTOCOL_KEY,
+    About,
+    Client,
     ToolCall,
 )
 from megamcp.errors import UpstreamError
 
 CLIENT = {"name": "megamcp", "version": __version__}
-OWN_META = {PROTOCOL_KEY: MODERN, CLIENT_KEY: CLIENT, CAPABILITIES_KEY: {}}
+OWN_META: dict[str, Any] = {PROTOCOL_KEY: MODERN, CLIENT_KEY: CLIENT, CAPABILITIES_KEY: {}}
 INITIALIZED = b'{"jsonrpc":"2.0","method":"notifications/initialized"}'
-INITIALIZE_PARAMS = {"protocolVersion": HANDSHAKE[0], "capabilities": {}, "clientInfo": CLIENT}
+INITIALIZE_PARAMS: dict[str, Any] = {"protocolVersion": HANDSHAKE[0], "capabilities": {}, "clientInfo": CLIENT}
+ALL_CAPABILITIES = wire.encode(
+    {"roots": {"listChanged": True}, "sampling": {"context": {}, "tools": {}}, "elicitation": {"form": {}, "url": {}}}
+)
 DISCOVER_PARAMS = {"_meta": OWN_META}
 
 _OWN_MEMBERS = wire.encode(OWN_META)[1:-1]
 _REVISION = re.compile(r"[0-9A-Za-z.-]{1,40}")
-_NO_CAPABILITY = b'{"code":-32601,"message":"No such capability is declared."}'
+NO_METHOD = b'{"code":-32601,"message":"No server here has this method.","data":{"code":"method_not_found"}}'
+NO_CAPABILITY = b'{"code":-32601,"message":"No such capability is declared."}'
 
 
 class Initialized(msgspec.Struct):
@@ -37,6 +45,11 @@ class Initialized(msgspec.Struct):
 
     protocolVersion: str
     instructions: str | None = None
+    capabilities: dict[str, Any] = {}
+
+    @property
+    def about(self) -> About:
+        return About(self.instructions, self.capabilities)
 
 
 class Discovered(msgspec.Struct):
@@ -44,10 +57,54 @@ class Discovered(msgspec.Struct):
 
     supportedVersions: list[str]
     instructions: str | None = None
+    capabilities: dict[str, Any] = {}
+
+    @property
+    def about(self) -> About:
+        return About(self.instructions, self.capabilities)
 
 
 def request(number: bytes, method: str, params: Mapping[str, object]) -> bytes:
     return b'{"jsonrpc":"2.0","id":%b,"method":%b,"params":%b}' % (number, wire.encode(method), wire.encode(params))
+
+
+def notification(method: str, params: Mapping[str, object]) -> bytes:
+    return b'{"jsonrpc":"2.0","method":%b,"params":%b}' % (wire.encode(method), wire.encode(params))
+
+
+def initialize(number: bytes, capabilities: bytes) -> bytes:
+    """The handshake with what the client behind it can do."""
+    return request(number, "initialize", {**INITIALIZE_PARAMS, "capabilities": msgspec.Raw(capabilities)})
+
+
+def token_of(params: Mapping[str, object]) -> bytes | None:
+    """The progress token that a client's `_meta` asks to be told of progress by."""
+    meta = params.get("_meta")
+    if not isinstance(meta, msgspec.Raw):
+        return None
+    token = wire.read_members(meta, "_meta").get("progressToken")
+    return bytes(token) if token is not None else None
+
+
+def for_modern(params: Mapping[str, object], client: Client | None) -> dict[str, object]:
+    """Parameters of a request to a server of 2026-07-28, whoever asks."""
+    meta = params.get("_meta")
+    call = ToolCall("", b"", bytes(meta) if isinstance(meta, msgspec.Raw) else b"", _is_modern(meta))
+    return {**params, "_meta": msgspec.Raw(modern_meta(call, client))}
+
+
+def for_shared(params: Mapping[str, object], number: bytes, *, modern: bool) -> dict[str, object]:
+    """Parameters of a request to a server that many share a stream to."""
+    meta = params.get("_meta")
+    raw = bytes(meta) if isinstance(meta, msgspec.Raw) else b""
+    call = ToolCall("", b"", raw, _is_modern(meta), progress_token=token_of(params))
+    rest = {name: value for name, value in params.items() if name != "_meta"}
+    told = shared_meta(call, number, modern=modern)
+    return {**rest, "_meta": msgspec.Raw(told)} if told else rest
+
+
+def _is_modern(meta: object) -> bool:
+    return isinstance(meta, msgspec.Raw) and PROTOCOL_KEY in wire.read_members(meta, "_meta")
 
 
 def tool_call(number: bytes, call: ToolCall, meta: bytes) -> bytes:
@@ -65,13 +122,19 @@ def cancelled(number: bytes) -> bytes:
     return b'{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":%b,"reason":"left"}}' % number
 
 
-def modern_meta(call: ToolCall) -> bytes:
+def modern_meta(call: ToolCall, client: Client | None = None) -> bytes:
     """`_meta` of a 2026-07-28 request whose answer comes alone: the client's own, with its own progress token."""
     if call.modern:
         return call.meta
+    members = _OWN_MEMBERS
+    if client is not None and (client.level is not None or client.capabilities != b"{}"):
+        own = {**OWN_META, CAPABILITIES_KEY: msgspec.Raw(client.capabilities)}
+        if client.level is not None:
+            own[LEVEL_KEY] = client.level
+        members = wire.encode(own)[1:-1]
     if len(call.meta) > 2:
-        return b"{%b,%b" % (_OWN_MEMBERS, call.meta.lstrip()[1:])
-    return b"{%b}" % _OWN_MEMBERS
+        return b"{%b,%b" % (members, call.meta.lstrip()[1:])
+    return b"{%b}" % members
 
 
 def shared_meta(call: ToolCall, number: bytes, *, modern: bool) -> bytes:
@@ -83,7 +146,7 @@ def shared_meta(call: ToolCall, number: bytes, *, modern: bool) -> bytes:
         return b""
     members = wire.read_members(call.meta, "_meta") if len(call.meta) > 2 else {}
     if not modern:
-        for key in OWN_META:
+        for key in (*OWN_META, LEVEL_KEY):
             members.pop(key, None)
     elif not call.modern:
         members |= {key: msgspec.Raw(wire.encode(value)) for key, value in OWN_META.items()}
@@ -103,11 +166,24 @@ def progress_for(params: msgspec.Raw, token: bytes) -> bytes | None:
 
 
 def answer_to(envelope: wire.Envelope) -> bytes:
-    """To a server that asks its client: a ping is answered; no capability was declared, so the rest is refused."""
+    """To a server that asks when there is no client to ask: a ping is answered, the rest refused."""
     number = bytes(envelope.id)
     if envelope.method == "ping":
         return wire.result_message(number, b"{}")
-    return wire.error_message(number, _NO_CAPABILITY)
+    return wire.error_message(number, NO_CAPABILITY)
+
+
+def is_log(message: bytes) -> bool:
+    """Whether a notification is a log message."""
+    return b'"notifications/message"' in message and wire.read_envelope(message).method == "notifications/message"
+
+
+def is_change(message: bytes) -> bool:
+    """Whether a notification says that a list or a resource has changed."""
+    if b"list_changed" not in message and b"resources/updated" not in message:
+        return False
+    method = wire.read_envelope(message).method or ""
+    return method.endswith("/list_changed") or method == "notifications/resources/updated"
 
 
 def read(server: str, text: bytes, depth: int) -> wire.Envelope:
@@ -131,6 +207,26 @@ def reply_in(envelope: wire.Envelope, number: bytes) -> wire.Reply | None:
     if envelope.error is not wire.ABSENT:
         return wire.Reply(bytes(envelope.error), failed=True)
     return None
+
+
+class _Supported(msgspec.Struct, frozen=True):
+    supported: list[str] = []
+
+
+class _Unsupported(msgspec.Struct):
+    code: int = 0
+    data: _Supported = _Supported()
+
+
+def speaks_modern(reply: wire.Reply) -> bool:
+    """Whether a refusal of the version names 2026-07-28 as one that is spoken: no reason to speak an older one."""
+    if not reply.failed:
+        return False
+    try:
+        refused = msgspec.json.decode(reply.body, type=_Unsupported)
+    except msgspec.DecodeError:
+        return False
+    return refused.code == wire.UNSUPPORTED_VERSION and MODERN in refused.data.supported
 
 
 def read_discovered(reply: wire.Reply) -> Discovered | None:

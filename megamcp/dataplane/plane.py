@@ -3,6 +3,7 @@
 from megamcp.dataplane import wire
 from megamcp.dataplane.asgi import Receive, Scope, Send
 from megamcp.dataplane.calls import CallRequest, Calls
+from megamcp.dataplane.clients import Caller
 from megamcp.dataplane.endpoint import Endpoint
 from megamcp.dataplane.links import Environments
 from megamcp.dataplane.ports import ChildTarget, ControlPort, Limits
@@ -75,7 +76,8 @@ class Dataplane:
         raises; a tool server's JSON-RPC error is Unprocessable (arguments) or UpstreamError.
         """
         rollout = await self._control.rollout_for_call(rollout_id)
-        reply = await self._calls.call(rollout, CallRequest(ToolCall(tool, arguments), idempotency_key))
+        request = CallRequest(ToolCall(tool, arguments), idempotency_key)
+        reply = await self._calls.call(rollout, request, Caller(rollout.id))
         if reply.failed:
             raise _as_error(reply.body)
         return reply.body
@@ -109,11 +111,13 @@ class Dataplane:
     def stop_calls(self) -> None:
         """The gateway is about to stop: calls that still run end now, as `gateway_stopping`."""
         self._calls.stop()
+        self._endpoint.stop()
         self._environments.dedicated.leave()
 
     async def aclose(self) -> None:
         """Waits for endings that are being recorded, then stops every child."""
         self._environments.dedicated.leave()
+        await self._endpoint.aclose()
         await self._calls.aclose()
         await self._environments.aclose()
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from megamcp.dataplane.protocol import About
+
 SOCKET = "{socket}"
 """Stands in a child's command for the path of the unix socket that it must listen on."""
 
@@ -99,18 +101,26 @@ class StdioTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class Spoken:
+    """What a handshake found: whether the server is of 2026-07-28, and what it said about itself."""
+
+    modern: bool
+    about: About
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """The pipes of a sandbox, as descriptors that are the receiver's now.
 
     `clean` is False when they were left in the middle of something. `spoken` is what the handshake found that was done
-    with the process before, or with the one that it was frozen from: its era, and what it said about its use.
+    with the process before, or with the one that it was frozen from.
     """
 
     stdin: int
     stdout: int
     stderr: int
     clean: bool
-    spoken: tuple[bool, str | None] | None
+    spoken: Spoken | None
 
 
 class SandboxDoor(Protocol):
@@ -121,7 +131,7 @@ class SandboxDoor(Protocol):
         """Takes its pipes, from whoever has them. Raises UpstreamError, Conflict, DeadlineExceeded."""
         ...
 
-    async def spoke(self, sandbox: str, spoken: tuple[bool, str | None]) -> None:
+    async def spoke(self, sandbox: str, spoken: Spoken) -> None:
         """The handshake was done."""
         ...
 
@@ -344,6 +354,9 @@ class Limits:
     waiting_per_rollout: int = 64
     calls_in_flight: int = 4096
     connections_per_server: int = 64
+    sessions_per_server: int = 10_000
+    session_idle_s: float = 1800.0
+    ask_timeout_s: float = 300.0
     dedicated_processes: int = 100
     dedicated_idle_s: float = 300.0
     dedicated_starts: int = 4

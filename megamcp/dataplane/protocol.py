@@ -5,9 +5,9 @@ No behaviour but the encoding of header values.
 
 import binascii
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from megamcp.dataplane.wire import Reply
 from megamcp.errors import UpstreamError
@@ -21,8 +21,32 @@ PROTOCOL_KEY = "io.modelcontextprotocol/protocolVersion"
 CLIENT_KEY = "io.modelcontextprotocol/clientInfo"
 CAPABILITIES_KEY = "io.modelcontextprotocol/clientCapabilities"
 
-Progress = Callable[[bytes], Awaitable[None]]
-"""Gets whole `notifications/progress` messages, with the client's own token."""
+LEVEL_KEY = "io.modelcontextprotocol/logLevel"
+SUBSCRIPTION_KEY = "io.modelcontextprotocol/subscriptionId"
+
+Sink = Callable[[bytes], Awaitable[None]]
+"""Gets whole messages of a server."""
+
+
+class Client(Protocol):
+    """Who asked, as a tool server may speak to it while it works on a request."""
+
+    session: str
+    """Whose session it uses at a server of the handshake era: the client's own, or its rollout's."""
+    capabilities: bytes
+    """JSON text of its ClientCapabilities."""
+    resumes: bool
+    """It takes `input_required` results and comes back with the answers; others are asked while their request waits."""
+    level: str | None
+    """The least level of log messages that it wants with this request."""
+
+    async def notify(self, message: bytes) -> None:
+        """A notification that belongs to its request: progress (with its own token), log messages. May be dropped."""
+        ...
+
+    async def ask(self, method: str, params: bytes) -> Reply:
+        """Sampling, elicitation, roots. What it can't do is a failed reply. Waits for people, so it may take long."""
+        ...
 
 
 class Era(StrEnum):
@@ -61,6 +85,14 @@ class ToolCall:
     progress_token: bytes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a server says about itself at the handshake. `capabilities` by name, as it declares them."""
+
+    instructions: str | None = None
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Upstream(Protocol):
     """A client of one tool server, however it is reached.
 
@@ -71,25 +103,45 @@ class Upstream(Protocol):
     sandbox: str | None
     """Name of the one that the server lives in."""
 
+    @property
+    def modern(self) -> bool:
+        """Whether it speaks 2026-07-28."""
+        ...
+
     async def call(
         self,
         call: ToolCall,
         *,
         handle: str | None = None,
         database: str | None = None,
-        progress: Progress | None = None,
+        client: Client | None = None,
         deadline: float | None = None,
     ) -> Reply:
         """One tool call. `handle` and `database` (a DSN) are for servers on our SDK. `deadline` (of the loop) is
         when the caller leaves by itself: how long settling may take where the server would be harmed by an end."""
         ...
 
-    async def request(self, method: str, params: Mapping[str, object]) -> Reply:
-        """Any other request, with parameters of ours."""
+    async def request(self, method: str, params: Mapping[str, object], client: Client | None = None) -> Reply:
+        """Any other request. Values of type `msgspec.Raw` stay as they are; `_meta` is taken for the client's own."""
         ...
 
-    async def instructions(self) -> str | None:
-        """What the server says about its use."""
+    async def about(self) -> About:
+        """What the server says about itself."""
+        ...
+
+    async def tell(self, method: str, client: Client) -> None:
+        """A notification of a client, if the server knows that client's session."""
+        ...
+
+    async def end(self, session: str) -> None:
+        """A client's session is over."""
+        ...
+
+    async def listen(self, wants: Mapping[str, object], client: Client, sink: Sink) -> None:
+        """Hands what the server says outside of requests to `sink`, until the caller leaves or the server won't go on.
+
+        `wants` is a subscription filter of 2026-07-28.
+        """
         ...
 
 

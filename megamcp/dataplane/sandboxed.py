@@ -121,6 +121,11 @@ class SandboxChild:
         return self._life if self._life is not None and self._life.alive else None
 
     @property
+    def client(self) -> StdioUpstream | None:
+        """A client of its present life, if it has begun."""
+        return self._client
+
+    @property
     def busy(self) -> bool:
         """Whether it is being opened, or has something to do."""
         opening = self._opening is not None and not self._opening.done()
@@ -178,7 +183,7 @@ class SandboxChild:
         if not opened.clean:
             life.stdin.write(_END_OF_LINE)
         if opened.spoken is not None:
-            client.resume(*opened.spoken)
+            client.resume(opened.spoken)
             return client
         try:
             async with asyncio.timeout(self._limits.start_timeout_s):

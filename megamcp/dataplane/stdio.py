@@ -20,15 +20,15 @@ import itertools
 import re
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
 
 from megamcp.dataplane import messages, wire
-from megamcp.dataplane.children import Child, Pace, Running
-from megamcp.dataplane.ports import Limits, StdioTarget
-from megamcp.dataplane.protocol import Progress, ToolCall, UpstreamLost
+from megamcp.dataplane.children import Pace
+from megamcp.dataplane.ports import Limits, Spoken
+from megamcp.dataplane.protocol import About, Client, Sink, ToolCall, UpstreamLost
 from megamcp.errors import UpstreamError
 
 _CHUNK = 1 << 16
@@ -74,9 +74,10 @@ class _ProgressToken(msgspec.Struct):
 class _Pending:
     """A request that waits for its answer."""
 
-    __slots__ = ("ended", "news", "progress", "token")
+    __slots__ = ("client", "ended", "news", "progress", "token")
 
-    def __init__(self, token: bytes | None) -> None:
+    def __init__(self, client: Client | None, token: bytes | None) -> None:
+        self.client = client
         self.token = token
         self.progress: deque[bytes] = deque(maxlen=_PROGRESS_KEPT)
         self.news = asyncio.Event()
@@ -116,7 +117,9 @@ class StdioUpstream:
         self._pending: dict[bytes, _Pending] = {}
         self._writing = asyncio.Lock()
         self._modern: bool | None = None
-        self._instructions: str | None = None
+        self._about = About()
+        self._listeners: dict[Sink, Client] = {}
+        self._asking: dict[bytes, asyncio.Task[None]] = {}
         self._pace = Pace(_UNASKED_PER_S)
         self._closed = False
 
@@ -124,28 +127,38 @@ class StdioUpstream:
     def busy(self) -> bool:
         return bool(self._pending)
 
+    @property
+    def modern(self) -> bool:
+        return self._modern is True
+
     async def negotiate(self) -> None:
-        """The handshake, in the era that the server speaks. Raises UpstreamLost, UpstreamError."""
-        reply = await self._exchange(self._number(), "initialize", messages.INITIALIZE_PARAMS)
+        """The handshake, in the era that the server speaks. Raises UpstreamLost, UpstreamError.
+
+        A process serves clients of all kinds in its time, so it is told of all that one could do; what the client of a
+        request can't do is refused when it asks.
+        """
+        number = self._number()
+        reply = await self._answered(number, messages.initialize(number, messages.ALL_CAPABILITIES), None, None)
         if reply.failed:
             number = self._number()
-            found = messages.read_discovered(await self._exchange(number, "server/discover", messages.DISCOVER_PARAMS))
+            discover = messages.request(number, "server/discover", messages.DISCOVER_PARAMS)
+            found = messages.read_discovered(await self._answered(number, discover, None, None))
             if found is not None:
-                self._modern, self._instructions = True, found.instructions
+                self._modern, self._about = True, found.about
                 return
-        self._instructions = messages.read_initialized(self.name, reply).instructions
+        self._about = messages.read_initialized(self.name, reply).about
         self._say(messages.INITIALIZED)
         self._modern = False
 
     @property
-    def spoken(self) -> tuple[bool, str | None]:
-        """What the handshake found: whether the server is of 2026-07-28, and what it said about its use."""
+    def spoken(self) -> Spoken:
+        """What the handshake found."""
         assert self._modern is not None
-        return self._modern, self._instructions
+        return Spoken(self._modern, self._about)
 
-    def resume(self, modern: bool, instructions: str | None) -> None:
+    def resume(self, spoken: Spoken) -> None:
         """The handshake was done by somebody else, with this process or with the one that it was frozen from."""
-        self._modern, self._instructions = modern, instructions
+        self._modern, self._about = spoken.modern, spoken.about
 
     async def call(
         self,
@@ -153,41 +166,61 @@ class StdioUpstream:
         *,
         handle: str | None = None,
         database: str | None = None,
-        progress: Progress | None = None,
+        client: Client | None = None,
         deadline: float | None = None,
     ) -> wire.Reply:
         """Runs one tool call. Raises UpstreamLost, UpstreamError. The caller sets the deadline."""
         number = self._number()
         body = messages.tool_call(number, call, messages.shared_meta(call, number, modern=self._modern is True))
-        return await self._answered(number, body, call.progress_token, progress, deadline)
+        return await self._answered(number, body, client, call.progress_token, deadline)
 
-    async def request(self, method: str, params: Mapping[str, object]) -> wire.Reply:
-        """Any other request, with parameters of ours."""
-        if self._modern:
-            params = {**params, "_meta": messages.OWN_META}
-        return await self._exchange(self._number(), method, params)
+    async def request(self, method: str, params: Mapping[str, object], client: Client | None = None) -> wire.Reply:
+        """Any other request. Raises UpstreamLost, UpstreamError."""
+        number = self._number()
+        if self._modern and not isinstance(params.get("_meta"), msgspec.Raw):
+            params = messages.for_modern(params, client)
+        told = messages.for_shared(params, number, modern=self._modern is True)
+        return await self._answered(number, messages.request(number, method, told), client, messages.token_of(params))
 
-    async def instructions(self) -> str | None:
-        """What the server said about its use."""
-        return self._instructions
+    async def about(self) -> About:
+        """What the server said about itself."""
+        return self._about
+
+    async def tell(self, method: str, client: Client) -> None:
+        """A notification of a client: the process knows of no other."""
+        if self._modern is False:
+            self._say(messages.notification(method, {}))
+
+    async def end(self, session: str) -> None:
+        """Sessions share the process, and end with it."""
+
+    async def listen(self, wants: Mapping[str, object], client: Client, sink: Sink) -> None:
+        """Hands on what the process says outside of requests. Raises UpstreamLost, UpstreamError."""
+        self._listeners[sink] = client
+        try:
+            uris = wants.get("resourceSubscriptions")
+            if self._modern:
+                await self.request("subscriptions/listen", {"notifications": wants}, client)
+            for uri in uris if isinstance(uris, list) else ():
+                await self.request("resources/subscribe", {"uri": uri}, client)
+            await self._running.exited.wait()
+        finally:
+            del self._listeners[sink]
 
     def _number(self) -> bytes:
         return str(next(self._ids)).encode()
 
     # A request and its answer
 
-    async def _exchange(self, number: bytes, method: str, params: Mapping[str, object]) -> wire.Reply:
-        return await self._answered(number, messages.request(number, method, params), None, None)
-
     async def _answered(
         self,
         number: bytes,
         body: bytes,
+        client: Client | None,
         token: bytes | None,
-        progress: Progress | None,
         deadline: float | None = None,
     ) -> wire.Reply:
-        pending = self._pending[number] = _Pending(token if progress is not None else None)
+        pending = self._pending[number] = _Pending(client, token)
         sent = False
         try:
             async with self._writing:
@@ -201,8 +234,8 @@ class StdioUpstream:
                 sent = True
                 self._write(body)
             while True:
-                while pending.progress and progress is not None:
-                    await progress(pending.progress.popleft())
+                while pending.progress and client is not None:
+                    await client.notify(pending.progress.popleft())
                 if pending.ended.done():
                     break
                 await pending.news.wait()
@@ -229,7 +262,7 @@ class StdioUpstream:
         if self.sandbox is not None:
             if deadline is not None:
                 patience = max(patience, deadline - asyncio.get_running_loop().time())
-            heard = self._pending[probe] = _Pending(None)
+            heard = self._pending[probe] = _Pending(None, None)
             self._say(messages.request(probe, *self._question))
         try:
             await asyncio.wait({pending.ended, heard.ended}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
@@ -276,6 +309,8 @@ class StdioUpstream:
     def close(self) -> None:
         """The process is gone: what waits for an answer gets none."""
         self._closed = True
+        for task in self._asking.values():
+            task.cancel()
         why = f" ({self._running.reason})" if self._running.reason else ""
         for pending in self._pending.values():
             pending.end(UpstreamLost(f"Tool server {self.name!r} ended during a call{why}.", sent=True))
@@ -329,11 +364,11 @@ class StdioUpstream:
                     return
                 printed = not bytes(envelope.id).isdigit()  # else it comes too late
             elif envelope.id is not wire.ABSENT:
-                self._say(messages.answer_to(envelope))
+                self._put(envelope)
             elif envelope.method == "notifications/progress":
                 self._progress(envelope.params)
-            elif envelope.method == "notifications/tools/list_changed" and self._list_changed is not None:
-                self._list_changed()
+            else:
+                await self._told(envelope, text)
         if printed:
             self._printed(text)
         await self._pace.spend(len(text))
@@ -367,6 +402,40 @@ class StdioUpstream:
                 pending.progress.append(text)
                 pending.news.set()
 
+    async def _told(self, envelope: wire.Envelope, text: bytes) -> None:
+        """A notification that names no request: for who listens, or else for who has a request open."""
+        if envelope.method == "notifications/tools/list_changed" and self._list_changed is not None:
+            self._list_changed()
+        if envelope.method == "notifications/cancelled":
+            wanted = wire.read_members(envelope.params, "params").get("requestId", wire.ABSENT)
+            if (task := self._asking.get(bytes(wanted))) is not None:
+                task.cancel()
+        elif self._listeners and not (self._pending and messages.is_log(text)):
+            for sink in list(self._listeners):
+                await sink(text)
+        elif messages.is_log(text):
+            for pending in self._pending.values():
+                if pending.client is not None:
+                    pending.progress.append(text)
+                    pending.news.set()
+
+    def _put(self, envelope: wire.Envelope) -> None:
+        """Puts a question of the server to the client whose request is the newest, and its answer to the server."""
+        open_ = [pending.client for pending in self._pending.values() if pending.client is not None]
+        client = next(iter([*reversed(open_), *self._listeners.values()]), None)
+        if client is None or envelope.method == "ping":
+            self._say(messages.answer_to(envelope))
+            return
+        number = bytes(envelope.id)
+        task = asyncio.create_task(self._answer(envelope, client))
+        self._asking[number] = task
+        task.add_done_callback(lambda _: self._asking.pop(number, None))
+
+    async def _answer(self, envelope: wire.Envelope, client: Client) -> None:
+        params = b"{}" if envelope.params is wire.ABSENT else bytes(envelope.params)
+        reply = await client.ask(envelope.method or "", params)
+        self._say(wire.reply_message(bytes(envelope.id), reply))
+
     def _oversized(self, head: bytes, tail: bytes) -> None:
         """A line over the bound ends the call that it answers: the id is first or last, or there is only one call."""
         found = _ID_FIRST.match(head) or _ID_LAST.search(tail)
@@ -381,66 +450,3 @@ class StdioUpstream:
                     code="result_too_large",
                 )
             )
-
-
-class StdioChild(Child):
-    """A child that is spoken to over its own pipes; ready means that the handshake is done.
-
-    `used` is told at the end of each request, `list_changed` when the process says so.
-    """
-
-    _stderr = asyncio.subprocess.PIPE
-
-    def __init__(
-        self,
-        name: str,
-        target: StdioTarget,
-        limits: Limits,
-        *,
-        used: Told | None = None,
-        list_changed: Told | None = None,
-    ) -> None:
-        super().__init__(name, target, limits, target.secrets)
-        self._used = used
-        self._list_changed = list_changed
-        self._client: StdioUpstream | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether it starts, or has something to do."""
-        return self.starting or (self._client is not None and self._client.busy)
-
-    async def upstream(self) -> StdioUpstream:
-        """A client of its present life. Raises what `ready` raises."""
-        await self.ready()
-        assert self._client is not None
-        return self._client
-
-    def _command(self) -> tuple[str, ...]:
-        return self._target.command
-
-    def _reading(self, running: Running) -> Awaitable[object]:
-        assert running.process.stderr is not None
-        self._client = StdioUpstream(
-            self.name,
-            running,
-            limits=self._limits,
-            printed=self._printed.line,
-            used=self._used,
-            list_changed=self._list_changed,
-        )
-        return asyncio.gather(self._client.read(), self._printed.read(running.process.stderr))
-
-    async def _ready(self, running: Running) -> None:
-        assert self._client is not None
-        try:
-            await self._client.negotiate()
-        except UpstreamLost:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ENDING_S):
-                    await running.ended.wait()  # that says more
-            raise
-
-    def _over(self, running: Running) -> None:
-        if self._client is not None:
-            self._client.close()

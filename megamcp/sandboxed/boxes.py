@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import msgspec
 
 import megamcp
-from megamcp.dataplane.ports import Opened
+from megamcp.dataplane.ports import Opened, Spoken
+from megamcp.dataplane.protocol import About
 from megamcp.definitions import Runtime
 from megamcp.environments import Environments, LoadedEnvironment, LoadedServer
 from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, Unavailable, Unprocessable
@@ -133,7 +135,7 @@ class Boxes:
             origin and origin["name"],
             standing["since"],
             origin and origin["modern"],
-            origin and origin["instructions"],
+            origin and origin["about"],
             self._owner(),
         )
         if planned is None:
@@ -280,11 +282,13 @@ class Boxes:
         except BaseException:
             _close(pipes)
             raise
-        spoken = None if row is None or row["modern"] is None else (bool(row["modern"]), row["instructions"])
+        spoken = None
+        if row is not None and row["modern"] is not None:
+            spoken = Spoken(bool(row["modern"]), msgspec.json.decode(row["about"], type=About))
         return Opened(pipes.stdin, pipes.stdout, pipes.stderr, pipes.clean, spoken)
 
-    async def spoke(self, sandbox: str, spoken: tuple[bool, str | None]) -> None:
-        await self._store.value(sql.SPOKE, sandbox, *spoken)
+    async def spoke(self, sandbox: str, spoken: Spoken) -> None:
+        await self._store.value(sql.SPOKE, sandbox, spoken.modern, msgspec.json.encode(spoken.about).decode())
 
     async def close(self, sandbox: str, *, clean: bool) -> None:
         self._ends.pop(sandbox, None)

@@ -14,7 +14,7 @@ _CALLED = """exists (select 1 from megamcp.events v where v.rollout = s.rollout 
 _ANSWERED = _CALLED.replace("v.kind = 'call'", "v.kind = 'call' and v.state = 'done'")
 
 # A rollout's sandbox, whatever its condition. `called`: what it knows, or knew, may be nowhere else.
-HEAD = f"""select s.name, s.host, s.runtime, s.status, s.image, s.seq, s.modern, s.instructions, s.reason,
+HEAD = f"""select s.name, s.host, s.runtime, s.status, s.image, s.seq, s.modern, s.about, s.reason,
     case s.status when 'lost' then {_ANSWERED} else {_CALLED} end as called, s.owner,
     s.status = 'creating' and not megamcp.alive(s.owner) as orphaned
     from megamcp.sandboxes s where s.rollout = $1 and s.server = $2"""
@@ -22,7 +22,7 @@ HEAD = f"""select s.name, s.host, s.runtime, s.status, s.image, s.seq, s.modern,
 # Where a rollout that has no sandbox of its own stands: no row is as the environment starts. A conversation goes on
 # from an image only if that holds memory.
 ORIGIN = """select i.name, i.host, i.runtime, i.status, case when i.memory then i.modern end as modern,
-    case when i.memory then i.instructions end as instructions
+    case when i.memory then i.about end as about
     from megamcp.rollouts r join megamcp.image_points p on p.checkpoint = r.checkpoint and p.server = $2
     join megamcp.images i on i.name = p.image where r.id = $1"""
 
@@ -57,14 +57,14 @@ STANDING = """select r.status, r.epoch, r.checkpoint, r.environment, (
     from megamcp.rollouts r where r.id = $1"""
 
 PLAN = """insert into megamcp.sandboxes (name, host, environment, server, runtime, rollout, image, seq, modern,
-                                         instructions, owner)
+                                         about, owner)
     values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) on conflict do nothing returning name"""
 
 # A sandbox that is not there (parked, or lost with nothing in it) is made again under another name. Whoever books an
 # answer of it holds its row: that is locked first, so that the answer is seen.
 LOCK = "select 1 from megamcp.sandboxes where name = $1 for update"
 REPLACE = f"""update megamcp.sandboxes s set name = $2, status = 'creating', owner = $3, host = $4, reason = null,
-    (modern, instructions) = (select i.modern, i.instructions from megamcp.images i where i.name = s.image and i.memory)
+    (modern, about) = (select i.modern, i.about from megamcp.images i where i.name = s.image and i.memory)
     where name = $1 and (status = 'parked' or status = 'lost' and not {_ANSWERED}) returning name"""
 
 # Ready, if the rollout still stands where it stood when it was begun.
@@ -73,8 +73,8 @@ READY = """update megamcp.sandboxes s set status = 'ready', used_at = clock_time
     where s.name = $1 and s.status = 'creating' and s.rollout = r.id and r.status = 'open' and r.epoch = $2
     returning s.name"""
 
-SPOKEN = "select modern, instructions from megamcp.sandboxes where name = $1"
-SPOKE = "update megamcp.sandboxes set modern = $2, instructions = $3 where name = $1"
+SPOKEN = "select modern, about from megamcp.sandboxes where name = $1"
+SPOKE = "update megamcp.sandboxes set modern = $2, about = $3 where name = $1"
 
 CONDEMN = "update megamcp.sandboxes set status = 'dropping', rollout = null where name = $1"
 USED = "update megamcp.sandboxes set used_at = clock_timestamp() where name = $1"
@@ -119,8 +119,8 @@ RUNNING = """select exists (select 1 from megamcp.events v where v.rollout = $1 
     and v.state = 'running' and v.server = any ($2::text[]))"""
 
 IMAGE = "select name, host, runtime, status, digest, memory from megamcp.images where name = $1"
-PLAN_IMAGE = """insert into megamcp.images (name, host, environment, server, runtime, modern, instructions, owner)
-    select $1, s.host, s.environment, s.server, s.runtime, s.modern, s.instructions, $3
+PLAN_IMAGE = """insert into megamcp.images (name, host, environment, server, runtime, modern, about, owner)
+    select $1, s.host, s.environment, s.server, s.runtime, s.modern, s.about, $3
       from megamcp.sandboxes s where s.name = $2"""
 # It stays `creating`, its owner's, until a checkpoint is published that keeps it, or its sandbox is given up for it.
 FROZEN = """update megamcp.images set memory = $2, digest = $3, bytes = $4

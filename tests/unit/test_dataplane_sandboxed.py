@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megamcp.dataplane.ports import Limits, Opened, SandboxTarget
-from megamcp.dataplane.protocol import ToolCall
+from megamcp.dataplane.ports import Limits, Opened, SandboxTarget, Spoken
+from megamcp.dataplane.protocol import About, ToolCall
 from megamcp.dataplane.sandboxed import SandboxChild
 from megamcp.dataplane.wire import Reply
 
@@ -21,12 +21,12 @@ class Door:
         self.said, ours = os.pipe()
         out, self.answers = os.pipe()
         err, self.prints = os.pipe()
-        self.opened = Opened(ours, out, err, clean=False, spoken=(False, None))
+        self.opened = Opened(ours, out, err, clean=False, spoken=Spoken(False, About()))
 
     async def open(self, sandbox: str) -> Opened:
         return self.opened
 
-    async def spoke(self, sandbox: str, spoken: tuple[bool, str | None]) -> None: ...
+    async def spoke(self, sandbox: str, spoken: Spoken) -> None: ...
 
     async def close(self, sandbox: str, *, clean: bool) -> None: ...
 

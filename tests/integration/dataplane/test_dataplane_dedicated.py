@@ -526,7 +526,7 @@ async def test_deaths_are_seen_at_once_on_the_gateways_own_event_loop(tmp_path):
     script = tmp_path / "gateway.py"
     script.write_text(
         "import asyncio, sys, time, uvloop\n"
-        "from megamcp.dataplane.stdio import StdioChild\n"
+        "from megamcp.dataplane.piped import StdioChild\n"
         "from megamcp.dataplane.ports import Limits, StdioTarget\n"
         "from megamcp.dataplane.protocol import ToolCall, UpstreamLost\n"
         "async def main():\n"
@@ -555,7 +555,7 @@ async def test_a_killed_gateway_leaves_no_dedicated_process(tmp_path):
     script = tmp_path / "gateway.py"
     script.write_text(
         "import asyncio, sys\n"
-        "from megamcp.dataplane.stdio import StdioChild\n"
+        "from megamcp.dataplane.piped import StdioChild\n"
         "from megamcp.dataplane.ports import Limits, StdioTarget\n"
         "async def main():\n"
         f"    child = StdioChild('c', StdioTarget((sys.executable, {HOSTILE!r}, '--stubborn')), Limits())\n"

@@ -116,13 +116,13 @@ async def test_unknown_and_released_rollouts_are_told_apart(gateway, shared):
 async def test_other_methods_of_http(gateway, rollout):
     url = gateway.url(rollout)
     async with gateway.http.get(url) as response:
-        assert (response.status, response.headers["allow"]) == (405, "POST, DELETE, OPTIONS")
+        assert (response.status, response.headers["allow"]) == (405, "GET, POST, DELETE, OPTIONS")
     async with gateway.http.head(url) as response:
         assert response.status == 405
     async with gateway.http.put(url) as response:
         assert response.status == 405
     async with gateway.http.options(url) as response:
-        assert (response.status, response.headers["allow"]) == (204, "POST, DELETE, OPTIONS")
+        assert (response.status, response.headers["allow"]) == (204, "GET, POST, DELETE, OPTIONS")
     async with gateway.http.delete(url) as response:
         assert response.status == 405
     async with gateway.http.delete(url, headers={"mcp-session-id": "x"}) as response:
@@ -140,19 +140,19 @@ async def test_initialize_negotiates_the_revision(gateway, rollout):
         answer = await gateway.rpc(rollout, "initialize", {"protocolVersion": asked, "capabilities": {}})
         result = answer.json["result"]
         assert result["protocolVersion"] == answered
-        assert result["capabilities"] == {"tools": {}}
+        assert result["capabilities"]["tools"] == {"listChanged": True}
         assert result["instructions"] == "Count and echo."
         assert answer.headers["mcp-session-id"].startswith(rollout)
     assert (await gateway.rpc(rollout, "initialize", {})).json["error"]["code"] == -32602
 
 
 async def test_unknown_methods_and_cursors(gateway, rollout):
-    for method in ("resources/list", "logging/setLevel", "server/discover"):
+    for method in ("nothing/list", "logging/setLevel", "server/discover"):
         answer = await gateway.rpc(rollout, method)
         assert (answer.status, answer.json["error"]["code"]) == (200, -32601)
     answer = await gateway.rpc(rollout, "tools/list", {"cursor": "abc"})
     assert answer.json["error"]["code"] == -32602
-    answer = await gateway.modern(f"/r/{rollout}/mcp", "resources/list")
+    answer = await gateway.modern(f"/r/{rollout}/mcp", "nothing/list")
     assert (answer.status, answer.json["error"]["code"]) == (404, -32601)
     answer = await gateway.modern(f"/r/{rollout}/mcp", "ping")
     assert (answer.status, answer.json["error"]["code"]) == (404, -32601)
@@ -215,10 +215,10 @@ async def test_modern_requests_must_describe_themselves(gateway, rollout):
     assert answer.status == 200
 
 
-async def test_discovery_names_both_eras_and_only_tools(gateway, rollout, shared):
+async def test_discovery_names_both_eras_and_what_the_servers_have(gateway, rollout, shared):
     result = (await gateway.modern(f"/r/{rollout}/mcp", "server/discover")).json["result"]
     assert result["supportedVersions"] == [MODERN, "2025-11-25", "2025-06-18", "2025-03-26"]
-    assert result["capabilities"] == {"tools": {}}
+    assert result["capabilities"]["tools"] == {"listChanged": True}
     assert result["resultType"] == "complete"
     assert result["_meta"]["io.modelcontextprotocol/serverInfo"] == {"name": shared.name, "version": "v1"}
     # The question needs no rollout; a call does.

@@ -221,7 +221,7 @@ def test_a_value_for_a_column_that_takes_none_is_refused_whatever_rows_there_are
             "with x as (insert into always (id) select 1 where false returning id) select * from x",
             "with x as (update byhand set v = 1 where false returning id) update always set id = 3 from x",
             "with x as (insert into plain (a) values (1) on conflict on constraint plain_pkey do update set a = plain.a"
-            " where exists (select from plain) returning a) update always set id = 5 where v < 0",
+            " where exists (select from plain) returning a) update always set id = 5, v = default where v < 0",
             "with x as (insert into leaf values (1, 1) on conflict (id) do nothing) delete from always where w = 0",
             "insert into always (id, v) select id, nope from byhand where false",
             "insert into always (id, v) select id, 'x' from byhand where false",
