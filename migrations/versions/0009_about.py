@@ -11,7 +11,9 @@ depends_on = None
 def upgrade() -> None:
     for table in ("images", "sandboxes"):
         op.execute(f"alter table megamcp.{table} rename instructions to about")
-        op.execute(f"update megamcp.{table} set about = json_build_object('instructions', about) where modern is not null")
+        op.execute(
+            f"update megamcp.{table} set about = json_build_object('instructions', about) where modern is not null"
+        )
 
 
 def downgrade() -> None:
