@@ -147,6 +147,7 @@ def add_health(app: FastAPI) -> None:
             "status": "ok",
             "environments": [e.full_name for e in environments],
             "rollouts": services.rollouts.open_count,
+            "servers": services.dataplane.server_states(),
             "state_clusters": [
                 {"cluster": cluster.name, "copies": "share blocks" if cluster.reflink else "are full copies"}
                 for cluster in services.databases.clusters.opened
@@ -160,17 +161,20 @@ async def prepare(settings: Settings, dsn: str) -> None:
     Raises `Unavailable`, and what `migrate` and `Environments.load` raise.
     """
 
-    async def load() -> None:
-        signer = await migrate(dsn)
-        async with Store.open(dsn, 2) as store:
-            environments = Environments(store, signer, settings.document_bytes)
-            await _load_all(
-                environments, [*(bundled() if settings.bundled_environments else []), *settings.environments]
-            )
-            await _warn_of_few_connections(settings, store, environments)
-
     await answered(lambda: check_clusters([url.get_secret_value() for url in settings.state_urls]))
-    await patiently(dsn, load)
+    await patiently(dsn, lambda: load_environments(settings, dsn))
+
+
+async def load_environments(settings: Settings, dsn: str) -> None:
+    """Migrates, and loads the environments that the settings name; those whose content is known cost next to nothing.
+
+    Raises what `migrate` and `Environments.load` raise.
+    """
+    signer = await migrate(dsn)
+    async with Store.open(dsn, 2) as store:
+        environments = Environments(store, signer, settings.document_bytes)
+        await _load_all(environments, [*(bundled() if settings.bundled_environments else []), *settings.environments])
+        await _warn_of_few_connections(settings, store, environments)
 
 
 async def _load_all(environments: Environments, folders: list[Path]) -> None:

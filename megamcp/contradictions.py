@@ -49,6 +49,8 @@ def _contradictions(server: ServerConfig) -> Iterator[str]:
     state = server.state
     if server.headers and not server.url:
         yield "headers belong to a url; what a program is to be told goes into env"
+    if server.transport and not server.url:
+        yield "transport belongs to a url; programs are spoken to by stdio"
     if server.env and server.url:
         yield "env and url: the variables of a program that runs elsewhere can't be set here; take env out"
     if server.oauth and not server.url:

@@ -159,6 +159,9 @@ class ServerConfig(_Config):
     command: str | None = None
     args: list[str] = Field(default_factory=list)
     env: dict[str, str] = Field(default_factory=dict)
+    transport: Literal["http", "sse"] | None = Field(
+        None, exclude_if=_unsaid, description="Of a url: `sse` is the one of 2024-11-05, before streamable HTTP."
+    )
     cwd: str | None = Field(None, exclude_if=_unsaid)
     restart: Literal["never", "on_move"] = Field("never", exclude_if=_unsaid)
     state: StateConfig = Field(default_factory=NoneConfig)

@@ -116,7 +116,7 @@ def read(path: Path) -> Source:
     )
 
 
-_MCP_JSON = ("url", "headers", "command", "args", "env", "cwd", "state", "restart", "oauth")
+_MCP_JSON = ("url", "transport", "headers", "command", "args", "env", "cwd", "state", "restart", "oauth")
 """What is read of a server in an `mcp.json`; state and restart are ours. Other programs' fields are left alone."""
 
 
@@ -129,7 +129,9 @@ def _from_mcp_json(file: Path, raw: Any) -> dict[str, Any]:
     if problems := [one for key, value in said.items() for one in of_other_programs(key, value, _MCP_JSON)]:
         raise _problems(file, problems)
     servers = {key: {field: value[field] for field in _MCP_JSON if field in value} for key, value in said.items()}
-    for server in servers.values():
+    for key, server in servers.items():
+        if said[key].get("type") == "sse":
+            server.setdefault("transport", "sse")
         if "oauth" in server:
             server["oauth"] = _ours(server["oauth"])
     return {"name": name, "servers": {**raw["mcpServers"], **servers}}

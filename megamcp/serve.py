@@ -28,6 +28,7 @@ from megamcp.databases.clusters import OwnCluster
 from megamcp.errors import Conflict, Unavailable, Unprocessable
 from megamcp.http_protocol import Protocol
 from megamcp.postgres import EmbeddedPostgres
+from megamcp.reload import reloading
 from megamcp.sandboxed.own import OwnKeeper
 from megamcp.settings import Settings, unknown_variables
 
@@ -78,11 +79,13 @@ async def _serve(settings: Settings) -> None:
             except Unavailable as error:  # whoever needs it is told so; the rest works
                 log.warning("%s", error.message)
         assert settings.database_url is not None
-        await prepare(settings, settings.database_url.get_secret_value())
-        if settings.workers == 1:
-            await _run_here(settings, listener)
-        else:
-            await _Workers(settings, listener).run()
+        dsn = settings.database_url.get_secret_value()
+        await prepare(settings, dsn)
+        async with reloading(settings, dsn):
+            if settings.workers == 1:
+                await _run_here(settings, listener)
+            else:
+                await _Workers(settings, listener).run()
 
 
 def connections_needed(settings: Settings) -> int:

@@ -105,6 +105,9 @@ class Settings(BaseSettings):
         description="Environment folders (JSON list) to load at start, besides the bundled ones.",
     )
     bundled_environments: bool = Field(True, description="Load the bundled environments at start.")
+    reload: bool = Field(
+        False, description="Load the environments again when a file in their folders changes. SIGHUP does it once."
+    )
 
     rollout_ttl_s: float = Field(3600, gt=0, description="Lease of a rollout whose caller names none.")
     checkpoint_ttl_s: float = Field(86400, gt=0, description="Lease of a checkpoint whose caller names none.")

@@ -45,7 +45,7 @@ class Targets:
         own = server.database is not None
         if config.url:
             plain = {name: text for name, text in config.headers.items() if not references.present(text)}
-            target = UrlTarget(config.url, plain, self.authority(loaded, server))
+            target = UrlTarget(config.url, plain, self.authority(loaded, server), sse=config.transport == "sse")
             return ServerView(server.name, target, exactly_once=stateful, own_database=own)
         if (config.command and not server.document) or server.process:
             return ServerView(server.name, DedicatedTarget(config.restart == "on_move"), exactly_once=False)

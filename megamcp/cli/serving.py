@@ -41,6 +41,9 @@ def serve(
     bundled: Annotated[
         bool | None, typer.Option("--bundled/--no-bundled", help="Load the environments of the package.")
     ] = None,
+    reload: Annotated[
+        bool | None, typer.Option("--reload", help="Load environments again when a file in their folders changes.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that /v1 asks for. Better given as MEGAMCP_API_KEY.")] = None,
     log_level: Annotated[
         str | None, typer.Option(help=f"{', '.join(_LEVELS)}. [default: info]", metavar="LEVEL")
@@ -61,6 +64,7 @@ def serve(
             public_url=public_url,
             environments=environment,
             bundled_environments=bundled,
+            reload=reload,
             api_key=api_key,
             log_level=log_level,
         )

@@ -235,6 +235,11 @@ class Child(ABC):
         return self._starting is not None and not self._starting.done()
 
     @property
+    def failing(self) -> bool:
+        """Whether its last lives were too short."""
+        return self._failures > 1
+
+    @property
     def tail(self) -> str:
         """The last lines that it printed."""
         return self._printed.tail

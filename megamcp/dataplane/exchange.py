@@ -55,6 +55,13 @@ class Post:
         return self._asking
 
 
+def unreachable(server: str, error: ConnectFailed) -> UpstreamLost:
+    lost = UpstreamLost(f"Tool server {server!r} can't be reached: {error}", sent=False, code="tool_server_unreachable")
+    if error.retry_s is not None:
+        lost.extra["retry_after"] = round(error.retry_s, 1)
+    return lost
+
+
 class Exchanger:
     """Does POSTs of one server."""
 
@@ -84,9 +91,7 @@ class Exchanger:
                 code="tool_server_protocol",
             )
         except ConnectFailed as error:
-            raise UpstreamLost(
-                f"Tool server {self.name!r} can't be reached: {error}", sent=False, code="tool_server_unreachable"
-            ) from None
+            raise unreachable(self.name, error) from None
         except (Broken, ValueError) as error:
             raise UpstreamLost(f"Tool server {self.name!r} broke off during a call: {error}", sent=True) from None
         except TooMuch:

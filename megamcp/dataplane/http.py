@@ -24,7 +24,11 @@ _VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 
 
 class ConnectFailed(Exception):
-    """No connection: the server has seen nothing."""
+    """No connection: the server has seen nothing. `retry_s`: no other try will be made before."""
+
+    def __init__(self, message: str, *, retry_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 class Broken(Exception):

@@ -147,6 +147,11 @@ class Link:
         return not isinstance(self._way, Remote) or self._way.client.modern
 
     @property
+    def state(self) -> str:
+        """How it stands with the server, in a word."""
+        return "a process each" if isinstance(self._way, DedicatedServer) else self._way.state
+
+    @property
     def shared(self) -> bool:
         """Whether it says the same to all who listen, since it keeps no sessions apart."""
         return isinstance(self._way, Remote) and self._way.client.sessionless
@@ -401,6 +406,13 @@ class Environments:
         if known is None:
             known = self._known[view.id] = Environment(view, self._sockets, self.dedicated, self._limits)
         return known
+
+    def states(self) -> dict[str, dict[str, str]]:
+        """How it stands with the servers that this process has had to do with, by environment."""
+        return {
+            f"{one.view.name}@{one.view.version}": {name: link.state for name, link in one.links.items()}
+            for one in self._known.values()
+        }
 
     async def end(self, environment_id: int, session: str) -> None:
         """A client's session is over."""

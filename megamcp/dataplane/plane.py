@@ -82,6 +82,10 @@ class Dataplane:
             raise _as_error(reply.body)
         return reply.body
 
+    def server_states(self) -> dict[str, dict[str, str]]:
+        """How it stands with the servers that this process has used: by environment and name, in a word each."""
+        return self._environments.states()
+
     async def interrupt(self, rollout_id: str) -> None:
         """A rollout is about to be rolled back: calls that its dedicated servers are at end with their process."""
         await self._environments.dedicated.interrupt(rollout_id)

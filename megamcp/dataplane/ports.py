@@ -72,6 +72,8 @@ class UrlTarget:
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
     authority: Authority | None = field(default=None, compare=False)
+    sse: bool = False
+    """By the transport of 2024-11-05: an event stream that names where messages go."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import msgspec
 
 from megamcp.dataplane import messages, wire
 from megamcp.dataplane.authorized import Authorized, Requests
+from megamcp.dataplane.circuit import Circuit
 from megamcp.dataplane.ear import Ear
 from megamcp.dataplane.exchange import Exchanger, Post, SessionGone
 from megamcp.dataplane.http import Address, Broken, ConnectFailed, Pool, field_lines
@@ -81,7 +82,8 @@ class HttpUpstream:
         )
         # Streams that stay open don't take the places of calls.
         ears = Pool(Address.of(url, socket), limit=1 << 30, idle_s=4.0, connect_s=limits.connect_timeout_s)
-        self._http: Requests = pool if authority is None else Authorized(pool, authority)
+        self.circuit = Circuit(pool)
+        self._http: Requests = self.circuit if authority is None else Authorized(self.circuit, authority)
         self._ears: Requests = ears if authority is None else Authorized(ears, authority)
         self.name = name
         self._limits = limits

@@ -9,6 +9,7 @@ import contextlib
 from typing import Protocol
 
 from megamcp.dataplane.children import Running, SocketChild, SocketFolder
+from megamcp.dataplane.legacy import LegacyUpstream
 from megamcp.dataplane.ports import ChildTarget, Limits, SocketTarget, UrlTarget
 from megamcp.dataplane.protocol import Era, Upstream, UpstreamLost
 from megamcp.dataplane.upstream import HttpUpstream
@@ -52,12 +53,14 @@ class Remote:
     tail = ""
 
     def __init__(self, name: str, target: UrlTarget | SocketTarget, limits: Limits) -> None:
+        self.client: HttpUpstream | LegacyUpstream
         match target:
             case SocketTarget(path):
                 self.client = HttpUpstream(name, _CHILD_URL, limits=limits, socket=path, era=Era.MODERN)
-            case UrlTarget(url, headers, authority):
+            case UrlTarget(url, headers, authority, sse):
+                kind = LegacyUpstream if sse else HttpUpstream
                 try:
-                    self.client = HttpUpstream(name, url, limits=limits, headers=headers, authority=authority)
+                    self.client = kind(name, url, limits=limits, headers=headers, authority=authority)
                 except ValueError as error:
                     raise UpstreamError(
                         f"Tool server {name!r} can't be used: {error}.", code="bad_server_address"
@@ -74,6 +77,12 @@ class Remote:
 
     def seems_stuck(self) -> bool:
         return False
+
+    @property
+    def state(self) -> str:
+        """In a word: `unreachable` while calls of it fail at once, `reached`, or `unused`."""
+        circuit = self.client.circuit
+        return "unreachable" if circuit.broken else "reached" if circuit.reached else "unused"
 
     async def aclose(self) -> None:
         await self.client.aclose()
@@ -96,6 +105,13 @@ class Supervised:
     @property
     def tail(self) -> str:
         return self.child.tail
+
+    @property
+    def state(self) -> str:
+        """In a word: `failing` while it isn't started again, `ready`, `starting` or `unused`."""
+        if self.child.running is not None:
+            return "ready"
+        return "starting" if self.child.starting else "failing" if self.child.failing else "unused"
 
     async def warm(self) -> None:
         pass

@@ -1,7 +1,8 @@
 """A tool server made with the official SDK, as a stranger would write it.
 
 `official_server.py SOCKET|PORT|stdio [options]`
-Options: `--stateful` keeps handshake-era sessions, `--json` answers in JSON where it may, `--die` ends at once.
+Options: `--stateful` keeps handshake-era sessions, `--json` answers in JSON where it may, `--sse` speaks the transport
+of 2024-11-05, `--die` ends at once.
 """
 
 import os
@@ -103,11 +104,15 @@ def main() -> None:
     if where == "stdio":
         server.run("stdio")
         return
-    app = server.streamable_http_app(
-        stateless_http="--stateful" not in options,
-        json_response="--json" in options,
-        transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
-    )
+    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
+    if "--sse" in options:
+        app = server.sse_app(transport_security=security)
+    else:
+        app = server.streamable_http_app(
+            stateless_http="--stateful" not in options,
+            json_response="--json" in options,
+            transport_security=security,
+        )
     place = {"port": int(where)} if where.isdigit() else {"uds": where}
     uvicorn.run(app, log_level="warning", **place)  # type: ignore[arg-type]
 
