@@ -5,7 +5,6 @@ The interface is documented where it is defined: `/docs` shows it, `/openapi.jso
 """
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator
 from pathlib import Path as FilePath
 from typing import Annotated, Any
@@ -16,8 +15,10 @@ from fastapi.responses import StreamingResponse
 
 from megamcp import store as sql
 from megamcp import types as t
+from megamcp.access.entrance import permitted
+from megamcp.access.principal import listed_tenant, visible
 from megamcp.environments import LoadedEnvironment
-from megamcp.errors import AuthorizationRequired, BadRequest, Unauthorized, Unprocessable
+from megamcp.errors import AuthorizationRequired, BadRequest, Unprocessable
 from megamcp.loading.units import Progress
 from megamcp.loads import watched
 from megamcp.services import Services
@@ -37,7 +38,8 @@ COMMON: dict[int | str, dict[str, Any]] = {
     status: {**PROBLEM, "description": text}
     for status, text in {
         400: "The request is malformed: `bad_request`, `invalid_arguments`, …",
-        401: "The API key is missing or wrong: `unauthorized`",
+        401: "The key is missing or wrong: `unauthorized`, `invalid_token`",
+        403: "The key is not for this: `forbidden`",
         404: "No such thing: `rollout_not_found`, `checkpoint_not_found`, `environment_not_found`, …",
         409: "Not in a state that allows this: `foreign_checkpoint`, `checkpoint_pinned`, `rolled_back`, …",
         410: "It was there and is not any more: `rollout_closed`, `rollout_expired`, `checkpoint_gone`",
@@ -65,24 +67,6 @@ def services(request: Request) -> Services:
     return made
 
 
-def stranger() -> Unauthorized:
-    """The answer to a wrong API key, wherever one is wanted."""
-    return Unauthorized("The API key is missing or wrong.", hint="Send Authorization: Bearer <MEGAMCP_API_KEY>.")
-
-
-async def authorised(
-    request: Request,
-    authorization: Annotated[str | None, Header(description="`Bearer <MEGAMCP_API_KEY>`, when one is set.")] = None,
-) -> None:
-    """Raises `Unauthorized` when an API key is set and this isn't it."""
-    key = services(request).settings.api_key
-    if key is None:
-        return
-    given = (authorization or "").removeprefix("Bearer ").encode()
-    if not hmac.compare_digest(given, key.get_secret_value().encode()):
-        raise stranger()
-
-
 S = Annotated[Services, Depends(services)]
 RolloutId = Annotated[str, Path(description="A rollout's id.", max_length=100)]
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Most rows of a page.")]
@@ -90,7 +74,7 @@ CheckpointId = Annotated[str, Path(description="A checkpoint's id.", max_length=
 DatabaseServer = Annotated[
     str | None, Query(description="May be left out where one server has a database of the rollout's own.")
 ]
-router = APIRouter(prefix="/v1", dependencies=[Depends(authorised)], responses=COMMON)
+router = APIRouter(prefix="/v1", dependencies=[Depends(permitted)], responses=COMMON)
 
 
 # -- environments -------------------------------------------------------------------------------------------------
@@ -98,7 +82,7 @@ router = APIRouter(prefix="/v1", dependencies=[Depends(authorised)], responses=C
 
 @router.get("/environments", tags=["environments"], summary="What can be opened")
 async def list_environments(s: S) -> t.Environments:
-    return t.Environments(environments=[environment_view(e) for e in await s.environments.all()])
+    return t.Environments(environments=[environment_view(e) for e in await s.environments.all() if visible(e.tenant)])
 
 
 @router.get("/environments/{name}", tags=["environments"], summary="One environment, by name or name@hash")
@@ -130,7 +114,7 @@ async def load_environment(
     """
 
     async def load(progress: Progress | None) -> LoadedEnvironment:
-        loaded = await s.environments.load(FilePath(body.path), progress, s.databases.sources.build)
+        loaded = await s.environments.load(FilePath(body.path), progress, s.databases.sources.build, body.tenant)
         if progress is not None:
             await try_out(loaded, s.host, s.dataplane, s.store, progress)
         return loaded
@@ -196,7 +180,7 @@ async def list_rollouts(
     limit: Limit = 100,
 ) -> t.Rollouts:
     created, last = read_cursor(cursor)
-    rows = await s.store.rows(sql.ROLLOUTS, group, status, environment, created, last, limit + 1)
+    rows = await s.store.rows(sql.ROLLOUTS, group, status, environment, created, last, limit + 1, listed_tenant())
     page = rows[:limit]
     return t.Rollouts(
         rollouts=[rollout_view(row, s, request) for row in page],
@@ -223,6 +207,7 @@ async def renew_rollout(s: S, request: Request, rollout: RolloutId, body: t.Rene
 @router.post("/rollouts/{rollout}/rollback", tags=["rollouts"], summary="Move a rollout back to its own checkpoint")
 async def roll_back(s: S, request: Request, rollout: RolloutId, body: t.Rollback) -> t.Rollout:
     """Exact: rows, counters, clock and random position. The journal keeps what was rolled back."""
+    await s.entrance.see_checkpoint(body.checkpoint)
     return rollout_view(await s.rollouts.roll_back(rollout, body.checkpoint), s, request)
 
 
@@ -333,6 +318,7 @@ async def digest(s: S, rollout: RolloutId, at: Where = "head") -> t.Digest:
 )
 async def query(s: S, rollout: RolloutId, body: t.Query) -> Response:
     """For evaluators: one SELECT, by a role that can read this rollout's rows and nothing else."""
+    await s.entrance.see_checkpoint(body.at)
     columns, rows, truncated = await s.queries.run(rollout, body.server, body.sql, body.at)
     return _json({"columns": columns, "rows": rows, "truncated": truncated})
 

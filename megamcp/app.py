@@ -7,8 +7,6 @@ answered with 503 until it is back.
 
 import asyncio
 import contextlib
-import hmac
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,7 +18,9 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from megamcp import __version__, metrics, outages
-from megamcp.api import router, stranger
+from megamcp.access import pages as access
+from megamcp.access.reception import agents_room, control_room
+from megamcp.api import COMMON, router
 from megamcp.bodies import StrictBodies
 from megamcp.databases.clusters import check as check_clusters
 from megamcp.dataplane import Dataplane
@@ -57,30 +57,11 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(AGENT_PATHS) and Dataplane.serves(scope["path"]):
             services: Services = self.control.state.services
-            if scope["path"].startswith("/e/") and not may_open(services.settings, scope["headers"]):
-                await refuse_stranger(send)
-                return
-            await services.dataplane(scope, receive, send)
+            await agents_room(services.entrance, services.dataplane, scope, receive, send)
+        elif scope["type"] == "http":
+            await control_room(self.control.state.services.entrance, self.control, scope, receive, send)
         else:
             await self.control(scope, receive, send)
-
-
-def may_open(settings: Settings, headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether a request to `/e/…`, which opens rollouts, shows the API key that `/v1` would want."""
-    if settings.api_key is None:
-        return True
-    given = next((value for name, value in headers if name == b"authorization"), b"")
-    return hmac.compare_digest(given, b"Bearer " + settings.api_key.get_secret_value().encode())
-
-
-async def refuse_stranger(send: Send) -> None:
-    """401 in the shape of MCP's own errors."""
-    error = stranger()
-    document = {"code": error.jsonrpc, "message": error.message, "data": error.rpc_data()}
-    body = json.dumps({"jsonrpc": "2.0", "id": None, "error": document}).encode()
-    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def create_app(settings: Settings | None = None) -> Gateway:
@@ -115,6 +96,8 @@ def create_app(settings: Settings | None = None) -> Gateway:
     )
     control.add_middleware(StrictBodies, limit=settings.max_body_bytes)
     control.include_router(router)
+    control.include_router(access.keys_router(COMMON))
+    control.include_router(access.metadata)
     control.include_router(metrics.router)
     control.include_router(pages)
     add_error_handlers(control)
@@ -145,7 +128,7 @@ def add_health(app: FastAPI) -> None:
             return {"status": "unavailable", "database": str(error) or type(error).__name__}
         return {
             "status": "ok",
-            "environments": [e.full_name for e in environments],
+            "environments": [e.full_name for e in environments if e.tenant is None],
             "rollouts": services.rollouts.open_count,
             "servers": services.dataplane.server_states(),
             "state_clusters": [

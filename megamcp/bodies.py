@@ -6,6 +6,7 @@ or an agent be given back. What passes here is what RFC 8259 calls interoperable
 """
 
 import asyncio
+import math
 
 import msgspec
 from starlette.requests import Request
@@ -23,8 +24,10 @@ _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 def problem(error: MegaMCPError, request: Request) -> Response:
     """The error as an RFC 9457 document."""
     headers = {}
+    if error.status == 401 or error.challenge is not None:
+        headers["WWW-Authenticate"] = error.challenge or "Bearer"
     if (wait := error.extra.get("retry_after")) is not None:
-        headers["Retry-After"] = f"{max(1, round(wait))}"
+        headers["Retry-After"] = f"{max(1, math.ceil(wait))}"
     elif error.status == 503:
         headers["Retry-After"] = "1"
     body = msgspec.json.encode(error.problem(request.url.path), enc_hook=str)

@@ -22,6 +22,7 @@ import asyncpg
 
 from megamcp import outages
 from megamcp import store as sql
+from megamcp.access.principal import CALLER, demand_sight, owner
 from megamcp.databases import Databases, Door, Place
 from megamcp.databases.journal import RECORD
 from megamcp.dataplane.ports import (
@@ -34,7 +35,16 @@ from megamcp.dataplane.ports import (
 )
 from megamcp.demands import no_rollout
 from megamcp.environments import Environments, LoadedEnvironment
-from megamcp.errors import Conflict, DeadlineExceeded, Gone, MegaMCPError, NotFound, Unprocessable, UpstreamError
+from megamcp.errors import (
+    Conflict,
+    DeadlineExceeded,
+    Forbidden,
+    Gone,
+    MegaMCPError,
+    NotFound,
+    Unprocessable,
+    UpstreamError,
+)
 from megamcp.handles import Mode, Signer, fingerprint
 from megamcp.rollouts import Rollouts
 from megamcp.sandboxed import Boxes
@@ -140,15 +150,22 @@ class Control:
         self._passed_through: dict[str, RolloutView] = {}
 
     async def rollout(self, rollout_id: str) -> RolloutView:
+        view = await self._live(rollout_id)
+        demand_sight(rollout_id, view.tenant)
+        return view
+
+    async def _live(self, rollout_id: str) -> RolloutView:
         row = await self._store.row(sql.ROLLOUT_EPOCH, rollout_id)
         if row is None:
             raise no_rollout(rollout_id)
         if row["status"] != "open":
+            demand_sight(rollout_id, row["tenant"])
             raise Gone(f"Rollout {rollout_id} is {row['status']}.", code=f"rollout_{row['status']}")
-        return RolloutView(rollout_id, row["environment"], row["epoch"])
+        return RolloutView(rollout_id, row["environment"], row["epoch"], row["tenant"])
 
     async def rollout_for_call(self, rollout_id: str) -> RolloutView:
         if known := self._passed_through.get(rollout_id):
+            demand_sight(rollout_id, known.tenant)
             return known
         view = await self.rollout(rollout_id)
         environment = await self.environment(view.environment_id)
@@ -177,20 +194,28 @@ class Control:
         )
 
     async def open_for_session(self, environment: str, *, key: str | None) -> str:
+        caller = CALLER.get()
+        if caller is not None and caller.rollout is not None:
+            raise Forbidden("This token is for one rollout, and opens no other.", code="forbidden")
         if key is None:
             rows = await self._rollouts.open(environment)
             return str(rows[0]["id"])
         loaded = await self._environments.find(environment)
-        group = "key:" + hashlib.sha256(key.encode()).hexdigest()[:32]
+        group = "key:" + hashlib.sha256((caller.id if caller else key).encode()).hexdigest()[:32]
         async with self._store.transaction() as connection:
             await connection.execute("select pg_advisory_xact_lock(hashtextextended($1, 7727))", f"{loaded.id} {group}")
-            found = await connection.fetchval(sql.ROLLOUT_OF_KEY, group, loaded.id)
+            found = await connection.fetchval(sql.ROLLOUT_OF_KEY, group, loaded.id, owner()[0])
             if found:
                 return str(found)
             rows = await self._rollouts.open_on(connection, loaded, group=group)
             return str(rows[0]["id"])
 
     async def session_ended(self, rollout_id: str) -> None:
+        if CALLER.get() is not None:
+            with contextlib.suppress(Gone, NotFound):
+                await self.rollout(rollout_id)
+                await self._rollouts.close(rollout_id)
+            return
         await self._rollouts.close(rollout_id)
 
     def mint(
@@ -215,7 +240,7 @@ class Control:
         )
 
     async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget | SandboxTarget:
-        view = await self.rollout(rollout.id)  # the caller's may be of before a rollback
+        view = await self._live(rollout.id)  # the caller's may be of before a rollback
         loaded = await self._environments.by_id(view.environment_id)
         if (found := loaded.named(server)).process:
             name = await self._boxes.ready(view.id, found, loaded)

@@ -16,6 +16,7 @@ import asyncpg
 from pydantic import TypeAdapter
 
 from megamcp import state
+from megamcp.access.principal import visible
 from megamcp.definitions import (
     DatabaseConfig,
     DocumentConfig,
@@ -27,7 +28,7 @@ from megamcp.definitions import (
 from megamcp.documents import logins
 from megamcp.documents.content import demand_size
 from megamcp.documents.journal import SET_BASE
-from megamcp.errors import Gone, NotFound, TooLarge, Unavailable, Unprocessable
+from megamcp.errors import Conflict, Gone, NotFound, TooLarge, Unavailable, Unprocessable
 from megamcp.handles import Signer
 from megamcp.loading import Script
 from megamcp.loading.units import Progress
@@ -93,6 +94,8 @@ class LoadedEnvironment:
     seed: int
     loaded_at: datetime
     servers: tuple[LoadedServer, ...]
+    tenant: str | None = None
+    """Whose it is; None for everyone's."""
 
     @property
     def full_name(self) -> str:
@@ -160,8 +163,11 @@ class Environments:
         self._document_bytes = document_bytes
         self._by_id: dict[int, LoadedEnvironment] = {}
 
-    async def load(self, path: Path, progress: Progress | None = None, build: Build | None = None) -> LoadedEnvironment:
-        """Load a version, all of it or nothing; a version that is there already is returned as it is.
+    async def load(
+        self, path: Path, progress: Progress | None = None, build: Build | None = None, tenant: str | None = None
+    ) -> LoadedEnvironment:
+        """Load a version, all of it or nothing; a version that is there already is returned as it is. A name is one
+        tenant's or everyone's (None), with all its versions.
 
         With `build`, databases are made now; without it when a rollout first needs one.
         """
@@ -181,8 +187,9 @@ class Environments:
             await connection.execute(
                 "select pg_advisory_xact_lock(hashtextextended('environment ' || $1, 7726))", source.hash
             )
+            await _demand_name(connection, source.config.name, tenant)
             found = await connection.fetchrow(ENVIRONMENT, source.config.name, source.hash)
-            identifier = found["id"] if found else await self._insert(connection, source, progress)
+            identifier = found["id"] if found else await self._insert(connection, source, progress, tenant)
             if found:
                 await self._reset_logins(connection, identifier)
                 await connection.execute(
@@ -206,16 +213,19 @@ class Environments:
         ):
             await logins.reset(connection, row["role"], self._signer.password("tool"))
 
-    async def _insert(self, connection: asyncpg.Connection, source: Source, progress: Progress | None) -> int:
+    async def _insert(
+        self, connection: asyncpg.Connection, source: Source, progress: Progress | None, tenant: str | None
+    ) -> int:
         config = source.config
         identifier: int = await connection.fetchval(
-            "insert into megamcp.environments (name, hash, definition, clock, seed)"
-            " values ($1, $2, $3, $4, $5) returning id",
+            "insert into megamcp.environments (name, hash, definition, clock, seed, tenant)"
+            " values ($1, $2, $3, $4, $5, $6) returning id",
             config.name,
             source.hash,
             _definition(source),
             config.clock,
             config.seed,
+            tenant,
         )
         for position, (name, server) in enumerate(config.servers.items()):
             schema: state.SchemaState | None = None
@@ -262,12 +272,13 @@ class Environments:
         """By name (its newest version) or name@hash. Raises `NotFound`."""
         plain, at, version = name.partition("@")
         row = await self._store.row(ENVIRONMENT, plain, version if at else None)
-        if row is None:
-            known = await self._store.rows("select distinct name from megamcp.environments order by name")
+        if row is None or not visible(row["tenant"]):
+            rows = await self._store.rows("select distinct name, tenant from megamcp.environments order by name")
+            known = [row["name"] for row in rows if visible(row["tenant"])]
             raise NotFound(
                 f"There is no environment {name!r}.",
                 code="environment_not_found",
-                hint=f"Loaded: {', '.join(r['name'] for r in known) or 'none'}. Load one with `megamcp env load`.",
+                hint=f"Loaded: {', '.join(known) or 'none'}. Load one with `megamcp env load`.",
             )
         return await self.by_id(row["id"])
 
@@ -296,6 +307,7 @@ class Environments:
             clock=row["clock"],
             seed=row["seed"],
             loaded_at=row["loaded_at"],
+            tenant=row["tenant"],
             servers=tuple(
                 _loaded_server(s["name"], config.servers[s["name"]], s["descriptor"], s["role"]) for s in servers
             ),
@@ -306,6 +318,14 @@ class Environments:
         """Every loaded version, newest first."""
         rows = await self._store.rows("select id from megamcp.environments order by loaded_at desc, id desc")
         return [await self.by_id(row["id"]) for row in rows]
+
+
+async def _demand_name(connection: asyncpg.Connection, name: str, tenant: str | None) -> None:
+    """Raises `Conflict` where the name is another tenant's."""
+    await connection.execute("select pg_advisory_xact_lock(hashtextextended('environment of ' || $1, 7726))", name)
+    rows = await connection.fetch("select distinct tenant from megamcp.environments where name = $1", name)
+    if rows and tenant not in [row["tenant"] for row in rows]:
+        raise Conflict(f"There is an environment {name!r} of another tenant.", code="environment_of_another_tenant")
 
 
 def _loaded_server(

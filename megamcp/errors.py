@@ -3,6 +3,7 @@
     MegaMCPError
     ├── BadRequest             400  the caller's input is wrong (arguments, carriers, JSON, ids of another rollout)
     ├── Unauthorized           401  a key is needed and missing or wrong
+    ├── Forbidden              403  the key is known and not for this; or a Host that isn't the gateway's
     ├── NotFound               404  no such rollout, checkpoint, environment or tool
     ├── Conflict               409  the thing is not in a state that allows this (rolled back meanwhile, still in use)
     ├── Gone                   410  released or expired: it was there and is not any more
@@ -40,6 +41,8 @@ class MegaMCPError(Exception):
         self.code = code or self.default_code
         self.hint = hint or HINTS.get(self.code)
         self.extra = extra
+        self.challenge: str | None = None
+        """`WWW-Authenticate`, where the gateway wants another key."""
 
     def problem(self, instance: str | None = None) -> dict[str, Any]:
         """The RFC 9457 document."""
@@ -70,6 +73,10 @@ class BadRequest(MegaMCPError):
 
 class Unauthorized(MegaMCPError):
     status, jsonrpc, default_code = 401, -32001, "unauthorized"
+
+
+class Forbidden(MegaMCPError):
+    status, jsonrpc, default_code = 403, -32009, "forbidden"
 
 
 class NotFound(MegaMCPError):

@@ -20,6 +20,8 @@ import asyncpg
 
 from megamcp import state
 from megamcp import store as sql
+from megamcp.access.principal import owner
+from megamcp.access.quotas import counts_rollouts, demand_room
 from megamcp.databases import Databases, Freezer, columns, not_made
 from megamcp.databases import Point as DatabasePoint
 from megamcp.demands import alive, compared, demand_open, found
@@ -109,15 +111,18 @@ class Rollouts:
         for server in loaded.servers:
             server.demand_current()
         self._admit(count)
-        rows: Sequence[asyncpg.Record] = await connection.fetch(
-            sql.OPEN,
+        values = (
             [new_id("ro") for _ in range(count)],
             loaded.id,
             group or new_id("gr"),
             loaded.seed if seed is None else seed,
             labels or {},
             self._lease(ttl_s, self._settings.rollout_ttl_s),
+            *owner(),
         )
+        async with connection.transaction() if counts_rollouts() else contextlib.nullcontext():
+            await demand_room(connection, count)
+            rows: Sequence[asyncpg.Record] = await connection.fetch(sql.OPEN, *values)
         self.open_count += count
         return rows
 
@@ -146,15 +151,21 @@ class Rollouts:
                 seeds = [seed] * count
         if self._boxes:
             await self._boxes.known()
-        rows = await self._store.rows(
-            sql.FORK,
+        values = (
             [new_id("ro") for _ in range(count)],
             checkpoint,
             group or new_id("gr"),
             seeds,
             labels or {},
             self._lease(ttl_s, self._settings.rollout_ttl_s),
+            *owner(),
         )
+        if counts_rollouts():
+            async with self._store.transaction() as connection:
+                await demand_room(connection, count)
+                rows: Sequence[asyncpg.Record] = await connection.fetch(sql.FORK, *values)
+        else:
+            rows = await self._store.rows(sql.FORK, *values)
         if not rows:
             await self.checkpoint(checkpoint)
             async with self._store.connection() as connection:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import ipaddress
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from typing import Any
 import uvicorn
 from pydantic import SecretStr
 
+from megamcp.access.entrance import keys_wanted
 from megamcp.app import Gateway, create_app, prepare
 from megamcp.databases.clusters import OwnCluster
 from megamcp.errors import Conflict, Unavailable, Unprocessable
@@ -55,7 +57,25 @@ def serve(settings: Settings) -> None:
         uvloop.run(_serve(settings))
 
 
+def demand_key(settings: Settings) -> None:
+    """Raises `Unprocessable` where strangers on the network could do what they like."""
+    if settings.open_to_all or keys_wanted(settings) or is_loopback(settings.host):
+        return
+    raise Unprocessable(
+        f"Won't listen on {settings.host} without any key: it is no loopback address.", code="key_required"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 async def _serve(settings: Settings) -> None:
+    demand_key(settings)
     # Taken first: a port that is in use is told at once, and nothing is left running.
     listener = listen(settings.host, settings.port, "--port")
     if settings.relay_port:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from megamcp.access.entrance import Entrance
 from megamcp.control import Control, Instance
 from megamcp.databases import Clusters, Databases, Door, Keeper, Reads
 from megamcp.databases.sources import Sources
@@ -45,6 +46,7 @@ class Services:
     rollouts: Rollouts
     databases: Databases
     door: Door
+    entrance: Entrance
     points: Points
     queries: Queries
     dataplane: Dataplane
@@ -75,6 +77,8 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         stack.push_async_callback(host.aclose)
         boxes = Boxes(side, environments, host, lambda: instance.owner)
         freezer = BoxFreezer(side, host, boxes, lambda: instance.owner)
+        entrance = Entrance(store, settings)
+        stack.callback(entrance.audit.close)
         grants = await stack.enter_async_context(Store.open(dsn, GRANT_CONNECTIONS))
         authorities = Authorities(store, grants, settings)
         stack.push_async_callback(authorities.aclose)
@@ -126,6 +130,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
                 rollouts,
                 databases,
                 door,
+                entrance,
                 points,
                 queries,
                 dataplane,

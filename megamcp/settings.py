@@ -90,9 +90,46 @@ class Settings(BaseSettings):
         default_factory=list,
         description="Origins (JSON list) whose web pages may reach rollouts, besides this machine's; `*` allows all.",
     )
+    allowed_hosts: list[str] = Field(
+        default_factory=list,
+        description="Names (JSON list) that requests may call the gateway by in `Host`, besides addresses, `localhost`,"
+        " and those of `host` and `public_url`; `*` allows all. Unset, and keys are wanted: all.",
+    )
     api_key: SecretStr | None = Field(
         None,
-        description="When set, `/v1` wants `Authorization: Bearer <key>`. Rollout URLs are their own secret.",
+        description="The first admin's key. When set, `/v1` and `/e/` want `Authorization: Bearer <key>`: this one, or"
+        " one of `megamcp key create`. Rollout URLs are their own secret.",
+    )
+    agent_keys: bool = Field(
+        False, description="Whether rollout URLs want a key too, of the rollout's tenant. Where keys are wanted at all."
+    )
+    open_to_all: bool = Field(
+        False,
+        description="Listen on other than loopback addresses without any key: for where something else keeps strangers"
+        " out.",
+    )
+    jwt_issuer: str | None = Field(
+        None,
+        description="Issuer (`iss`) whose JWTs are taken as keys, signed by RS256, ES256 or EdDSA. When set, keys are"
+        " wanted.",
+    )
+    jwt_audience: str | None = Field(
+        None,
+        description="Their audience (`aud`). Unset: `public_url`, or what is listened on; URLs below it are taken too.",
+    )
+    jwt_jwks_url: str | None = Field(
+        None, description="Where the issuer's keys are. Unset: `/.well-known/jwks.json` below the issuer."
+    )
+    jwt_scope_claim: str = Field(
+        "scope", description="Claim that has `megamcp:admin`, `:trainer`, `:agent` or `:read-only`: text or list."
+    )
+    jwt_tenant_claim: str = Field(
+        "tenant", description="Claim that names the tenant. Empty: all tokens are of the tenant `default`."
+    )
+    audit_log: Path | None = Field(
+        None,
+        description="File that admin and lifecycle actions are appended to, a line of JSON each. Unset: the log, where"
+        " keys are wanted.",
     )
     token_key: SecretStr | None = Field(
         None,
@@ -154,8 +191,8 @@ class Settings(BaseSettings):
     document_bytes: int = Field(
         32 << 20, gt=0, le=256 << 20, description="Largest document of a tool server with state of kind `document`."
     )
-    max_body_bytes: int = Field(4 << 20, gt=0, description="Largest request body.")
-    max_result_bytes: int = Field(16 << 20, gt=0, description="Largest result taken from a tool server.")
+    max_body_bytes: int = Field(64 << 20, gt=0, description="Largest request body.")
+    max_result_bytes: int = Field(64 << 20, gt=0, description="Largest result taken from a tool server.")
     queue_per_rollout: int = Field(64, gt=0, description="Calls of one rollout that may wait; one more gets 429.")
     calls_in_flight: int = Field(1000, gt=0, description="Calls of one gateway process; one more gets 429.")
     dedicated_processes: int = Field(

@@ -49,8 +49,8 @@ ENVIRONMENT = """select e.* from megamcp.environments e
 
 # New rollouts on the environment's first state, each with the row that opens its journal.
 OPEN = f"""with made as (
-    insert into megamcp.rollouts (id, environment, "group", layer, seq, seed, labels, expires_at)
-    select x.id, $2, $3, nextval('megamcp.layer_seq'), 1, $4, $5::jsonb, clock_timestamp() + $6
+    insert into megamcp.rollouts (id, environment, "group", layer, seq, seed, labels, expires_at, tenant, key)
+    select x.id, $2, $3, nextval('megamcp.layer_seq'), 1, $4, $5::jsonb, clock_timestamp() + $6, $7, $8
       from unnest($1::text[]) as x(id)
     returning *
 ), told as (
@@ -59,14 +59,15 @@ OPEN = f"""with made as (
 )
 select {ROLLOUT} from made r join megamcp.environments e on e.id = r.environment"""
 
-# New rollouts on a checkpoint. The row lock keeps the reaper from taking it meanwhile.
+# New rollouts on a checkpoint, of its tenant. The row lock keeps the reaper from taking it meanwhile.
 FORK = f"""with origin as (
-    select c.* from megamcp.checkpoints c where c.id = $2 and {ALIVE} and {WHOLE} for key share of c
+    select c.*, coalesce(o.tenant, $7) as tenant from megamcp.checkpoints c
+      left join megamcp.rollouts o on o.id = c.rollout where c.id = $2 and {ALIVE} and {WHOLE} for key share of c
 ), made as (
     insert into megamcp.rollouts (id, environment, "group", parent_checkpoint, parent_rollout, checkpoint, layers,
-                                  layer, start_seq, seq, turn, depth, seed, labels, expires_at)
+                                  layer, start_seq, seq, turn, depth, seed, labels, expires_at, tenant, key)
     select x.id, c.environment, $3, c.id, c.rollout, c.id, cardinality(c.chain), nextval('megamcp.layer_seq'),
-           c.seq, c.seq + 1, c.turn, c.depth, coalesce(x.seed, c.seed), $5::jsonb, clock_timestamp() + $6
+           c.seq, c.seq + 1, c.turn, c.depth, coalesce(x.seed, c.seed), $5::jsonb, clock_timestamp() + $6, c.tenant, $8
       from origin c, unnest($1::text[], $4::bigint[]) as x(id, seed)
     returning *
 ), told as (
@@ -87,7 +88,7 @@ ROLLOUT_BY_ID = f"""select {ROLLOUT},
 ROLLOUTS = f"""select {ROLLOUT} from megamcp.rollouts r join megamcp.environments e on e.id = r.environment
     where ($1::text is null or r."group" = $1) and ($2::text is null or r.status = $2)
       and ($3::text is null or e.name = $3 or e.name || '@' || e.hash = $3)
-      and ($4::timestamptz is null or (r.created_at, r.id) > ($4, $5))
+      and ($4::timestamptz is null or (r.created_at, r.id) > ($4, $5)) and ($7::text is null or r.tenant = $7)
     order by r.created_at, r.id limit $6"""
 
 # A longer lease.
@@ -292,12 +293,12 @@ CALL_OUTCOME_IN = f"""with held as (select 1 from megamcp.sandboxes s where s.na
 CALL_REFUSED = "select megamcp.call_refused($1, $2, $3, $4)"
 
 # What every request of the data plane asks first.
-ROLLOUT_EPOCH = "select environment, epoch, status from megamcp.rollouts where id = $1"
+ROLLOUT_EPOCH = "select environment, epoch, status, tenant from megamcp.rollouts where id = $1"
 
 # The live rollout of a client that knows only a fixed URL and shows the same key each time.
 ROLLOUT_OF_KEY = """select r.id from megamcp.rollouts r
-    where r."group" = $1 and r.environment = $2 and r.status = 'open' and r.expires_at > clock_timestamp()
-    order by r.created_at limit 1"""
+    where r."group" = $1 and r.environment = $2 and r.tenant = $3 and r.status = 'open'
+      and r.expires_at > clock_timestamp() order by r.created_at limit 1"""
 
 COUNT_OPEN = "select count(*) from megamcp.rollouts where status = 'open'"
 

@@ -437,8 +437,55 @@ class LoadEnvironment(Model):
     """Load an environment from a folder (or `mcp.json`) that the gateway can read."""
 
     path: Text = Field(min_length=1, max_length=4096, description="Of the folder, or of the file.")
+    tenant: Text | None = Field(None, min_length=1, max_length=100, description="Only its keys see it. Omitted: all.")
 
     model_config = example({"path": "/srv/environments/retail"})
+
+
+class KeyQuotas(Model):
+    """What a key may use; null for as much as it wants. All but `rollouts` are counted by each gateway process."""
+
+    rollouts: int | None = Field(None, ge=0, description="Open at once.")
+    calls_per_s: float | None = Field(None, gt=0, description="Calls; a second's worth may come at once.")
+    concurrent_calls: int | None = Field(None, ge=1, description="Calls under way at once.")
+    bytes_per_day: int | None = Field(None, ge=1, description="Of requests and answers, in a day of UTC.")
+
+
+class MakeKey(Model):
+    """Ask for a key."""
+
+    model_config = example({"name": "trainer of team a", "scope": "trainer", "tenant": "a"})
+    name: Text = Field(min_length=1, max_length=200, description="Whose it is; audits say it.")
+    scope: Literal["admin", "trainer", "agent", "read-only"]
+    tenant: Text = Field("default", min_length=1, max_length=100, description="Whose rollouts it sees and opens.")
+    ttl_s: float | None = Field(None, gt=0, le=10**9, description="Omitted: until it is revoked.")
+    quotas: KeyQuotas = Field(default_factory=KeyQuotas)
+
+
+class Key(View):
+    """A key, without what is shown for it."""
+
+    id: str
+    name: str
+    scope: str
+    tenant: str
+    quotas: KeyQuotas
+    created_at: datetime
+    created_by: str | None = None
+    expires_at: datetime | None = None
+    revoked_at: datetime | None = None
+
+
+class NewKey(Key):
+    """A key as it is shown once."""
+
+    secret: str = Field(description="What goes after `Authorization: Bearer`. It is kept nowhere.")
+
+
+class Keys(View):
+    """All keys, oldest first."""
+
+    keys: list[Key]
 
 
 class Problem(View):

@@ -199,6 +199,7 @@ class RolloutView:
     id: str
     environment_id: int
     epoch: int
+    tenant: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
