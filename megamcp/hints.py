@@ -33,7 +33,7 @@ HINTS: dict[str, str] = {
     "forbidden": "Use a key of a scope that may; docs/security.md has the table.",
     "host_refused": "Name the gateway by its address, or allow the name with MEGAMCP_ALLOWED_HOSTS.",
     "jwks_unavailable": "See that the gateway reaches MEGAMCP_JWT_JWKS_URL; repeat the request in a moment.",
-    "quota_exceeded": "Wait as long as Retry-After says, release what isn't needed, or use a key with more.",
+    "key_quota_exceeded": "Wait as long as Retry-After says, release what isn't needed, or use a key with more.",
     "key_not_found": "GET /v1/keys lists the keys that there are.",
     "keys_not_wanted": "Start the gateway with MEGAMCP_API_KEY or MEGAMCP_JWT_ISSUER.",
     "environment_of_another_tenant": "Give it another name in environment.toml.",

@@ -26,7 +26,7 @@ def exceeded(quota: str, limit: float, retry_after: float, what: str) -> NoCapac
     """The error for a quota that is used up."""
     return NoCapacity(
         f"This key's quota is used up: {what}.",
-        code="quota_exceeded",
+        code="key_quota_exceeded",
         retry_after=retry_after,
         quota=quota,
         limit=limit,

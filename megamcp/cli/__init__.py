@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megamcp import __version__
-from megamcp.cli import checkpoints, doctoring, environments, rollouts, serving
+from megamcp.cli import checkpoints, doctoring, environments, keys, rollouts, serving
 from megamcp.cli.output import Json, Output, talks_to_gateway
 from megamcp.cli.trees import tree
 
@@ -28,6 +28,7 @@ app.command("tool-server")(serving.tool_server)
 app.add_typer(environments.app, name="env")
 app.add_typer(rollouts.app, name="rollout")
 app.add_typer(checkpoints.app, name="checkpoint")
+app.add_typer(keys.app, name="key")
 app.command()(talks_to_gateway(tree))
 
 

@@ -107,6 +107,7 @@ COMMANDS = {
     "POST /v1/environments": "megamcp env load FOLDER",
     "GET /v1/environments/{name}": "megamcp env show NAME",
     "GET /v1/environments": "megamcp env list",
+    "GET /v1/keys": "megamcp key list",
     "POST /v1/rollouts/{id}/rollback": "megamcp rollout rollback ROLLOUT CHECKPOINT",
     "POST /v1/rollouts": "megamcp rollout open ENVIRONMENT",
     "DELETE /v1/rollouts/{id}": "megamcp rollout close ROLLOUT",

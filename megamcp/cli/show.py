@@ -74,6 +74,15 @@ def environments(found: Iterable[t.Environment]) -> RenderableType:
     )
 
 
+def keys(found: Iterable[t.Key]) -> RenderableType:
+    """All keys; an id is what a key is revoked by."""
+    shown = table("key", "scope", "tenant", "name", "until")
+    for key in found:
+        until = "revoked" if key.revoked_at else left(key.expires_at) if key.expires_at else ""
+        shown.add_row(key.id, key.scope, key.tenant, key.name, until)
+    return shown if shown.row_count else Text("No keys. Make one: megamcp key create NAME --scope trainer", style="dim")
+
+
 def _tables(environment: t.Environment) -> str:
     """How many there are, as far as the gateway knows: what is in a database of a rollout's own is not its business."""
     known = [server for server in environment.servers if server.kind == "schema"]

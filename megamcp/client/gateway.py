@@ -116,6 +116,24 @@ class Client:
         path = f"/v1/environments/{quote(environment, safe='@')}/servers/{quote(server, safe='')}/authorize"
         return (await self._transport.post(path, t.Authorization, build(t.Authorize, again=again))).url
 
+    # -- keys ---------------------------------------------------------------------------------------------------
+
+    async def create_key(
+        self, name: str, scope: str, *, tenant: str = "default", ttl_s: float | None = None, **quotas: float | None
+    ) -> t.NewKey:
+        """A key; its `secret` is shown this once. `quotas` are those of `types.KeyQuotas`. For admins."""
+        limits = build(t.KeyQuotas, **quotas)
+        body = build(t.MakeKey, name=name, scope=scope, tenant=tenant, ttl_s=ttl_s, quotas=limits)
+        return await self._transport.post("/v1/keys", t.NewKey, body)
+
+    async def keys(self) -> list[t.Key]:
+        """All keys. For admins."""
+        return (await self._transport.get("/v1/keys", t.Keys)).keys
+
+    async def revoke_key(self, key: str) -> None:
+        """Idempotent; every gateway refuses it within two seconds. Raises `NotFound`. For admins."""
+        await self._transport.delete(f"/v1/keys/{quote(key, safe='')}")
+
     # -- rollouts -----------------------------------------------------------------------------------------------
 
     async def open(

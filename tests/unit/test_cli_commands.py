@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 from typer.testing import CliRunner
 
 import megamcp
@@ -19,11 +20,13 @@ from megamcp.cli.output import DEFAULT_URL, REQUEST, Output, as_commands
 from megamcp.client import DEFAULT_URL as CLIENT_URL
 from megamcp.demands import no_checkpoint, no_rollout
 from megamcp.errors import Unprocessable
-from megamcp.settings import unknown_variables
+from megamcp.serve import _serve, demand_key
+from megamcp.settings import Settings, unknown_variables
 
 COMMANDS = [
     *(["serve"], ["demo"], ["tool-server"], ["tree"], ["version"], ["doctor"]),
     *(["env", name] for name in ("list", "show", "load")),
+    *(["key", name] for name in ("create", "list", "revoke")),
     *(["checkpoint", name] for name in ("show", "pin", "unpin", "renew", "release")),
     *(
         ["rollout", name]
@@ -72,6 +75,7 @@ def test_every_command_that_answers_can_answer_in_json(cli: CliRunner, command: 
         ["rollout", "call", "ro_1", "get", "--arguments", "{"],
         ["rollout", "call", "ro_1", "get", "order"],
         ["tree", "ro_1", "--group", "g"],
+        ["key", "create", "x", "--scope", "god"],
         ["serve", "--port", "70000"],
         ["serve", "--log-level", "loud"],
     ],
@@ -153,6 +157,17 @@ def test_every_variable_that_this_repository_names_is_known() -> None:
     }
     assert len(named) > 50
     assert dict(unknown_variables(named)) == {}
+
+
+async def test_a_gateway_without_a_key_listens_on_loopback_only() -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "gateway.example"):
+        with pytest.raises(Unprocessable) as refused:
+            await _serve(Settings(host=host, port=0, data_dir=Path("/nonexistent")))
+        assert refused.value.code == "key_required"
+        for kept in ({"api_key": SecretStr("k")}, {"jwt_issuer": "https://issuer.example"}, {"open_to_all": True}):
+            demand_key(Settings(host=host, **kept))  # type: ignore[arg-type]
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        demand_key(Settings(host=host))
 
 
 @pytest.mark.parametrize("setting", ["MEGAMCP_PORT", "MEGAMCP_RELAY_PORT"])

@@ -129,5 +129,3 @@ async def guarded(
         yield made
         for client in made.clients:
             await client.aclose()
-
-

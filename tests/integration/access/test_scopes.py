@@ -82,7 +82,12 @@ async def test_a_key_is_kept_as_a_hash_and_shown_once(guarded: Guarded, caplog: 
     listed = await admin.http.get("/v1/keys")
     assert made["secret"] not in listed.text
     (shown,) = [key for key in listed.json()["keys"] if key["id"] == made["id"]]
-    assert (shown["name"], shown["scope"], shown["tenant"], shown["created_by"]) == ("once", "trainer", "a", "bootstrap")
+    assert (shown["name"], shown["scope"], shown["tenant"], shown["created_by"]) == (
+        "once",
+        "trainer",
+        "a",
+        "bootstrap",
+    )
     await guarded.rest(made["secret"]).open()
     connection = await asyncpg.connect(guarded.strict.settings.database_url.get_secret_value())  # type: ignore[union-attr]
     try:

@@ -120,12 +120,12 @@ async def test_live_rollouts_of_a_key_are_counted_exactly_over_all_gateways(guar
     )
     assert sorted(answer.status_code for answer in answers) == [201] * 3 + [429] * 7
     refused = next(answer for answer in answers if answer.status_code == 429)
-    document = problem(refused, 429, "quota_exceeded")
+    document = problem(refused, 429, "key_quota_exceeded")
     assert (document["quota"], document["limit"]) == ("rollouts", 3)
     assert int(refused.headers["retry-after"]) >= 1
     rollout = next(answer for answer in answers if answer.status_code == 201).json()["rollouts"][0]["id"]
     point = (await here.done("POST", f"/v1/rollouts/{rollout}/checkpoints"))["id"]
-    await here.refused(429, "quota_exceeded", "POST", f"/v1/checkpoints/{point}/fork")
+    await here.refused(429, "key_quota_exceeded", "POST", f"/v1/checkpoints/{point}/fork")
     await here.done("DELETE", f"/v1/rollouts/{rollout}")
     await here.done("POST", f"/v1/checkpoints/{point}/fork")
 
@@ -136,10 +136,10 @@ async def test_calls_over_a_keys_rate_are_told_when_to_come_again(guarded: Guard
     rollout = await rest.open()
     await rest.call(rollout, "items")
     answer = await rest.http.post(f"/v1/rollouts/{rollout}/call", json={"tool": "items"})
-    assert problem(answer, 429, "quota_exceeded")["quota"] == "calls_per_s"
+    assert problem(answer, 429, "key_quota_exceeded")["quota"] == "calls_per_s"
     assert int(answer.headers["retry-after"]) > 1
     answer = await rest.mcp(rollout, "tools/list")
-    assert (answer.status_code, answer.json()["error"]["data"]["code"]) == (429, "quota_exceeded")
+    assert (answer.status_code, answer.json()["error"]["data"]["code"]) == (429, "key_quota_exceeded")
     assert int(answer.headers["retry-after"]) > 1
     await rest.done("GET", f"/v1/rollouts/{rollout}")  # no call
     other = guarded.rest(await guarded.key("trainer", "slow"))
@@ -152,7 +152,7 @@ async def test_bytes_of_a_day_are_counted_both_ways(guarded: Guarded) -> None:
     rollout = await rest.open()
     await rest.call(rollout, "put", key="k", value="x" * 30_000)
     answer = await rest.http.get("/v1/rollouts")
-    assert problem(answer, 429, "quota_exceeded")["quota"] == "bytes_per_day"
+    assert problem(answer, 429, "key_quota_exceeded")["quota"] == "bytes_per_day"
     assert int(answer.headers["retry-after"]) <= 86_400
 
 

@@ -192,6 +192,7 @@ async def test_base_delta_and_control_tables_are_out_of_reach(
             f"{attack.other.hidden_schema}.item",
             "megamcp.secrets",
             "megamcp.keys",
+            "megamcp.api_keys",
             "megamcp.rollouts",
             "megamcp.events",
             "megamcp.checkpoints",
