@@ -55,7 +55,7 @@ async def test_a_fork_that_meets_the_release_of_its_checkpoint_holds_what_that_h
     services = running.gateway.services
     async with services.store.transaction() as connection:  # a fork that has not committed yet
         forked = await connection.fetchrow(
-            sql.FORK, [new_id("ro")], point.id, new_id("gr"), [None], {}, timedelta(minutes=5)
+            sql.FORK, [new_id("ro")], point.id, new_id("gr"), [None], {}, timedelta(minutes=5), "default", None
         )
         await point.release()
         await services.tender.once()
