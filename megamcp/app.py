@@ -45,6 +45,9 @@ START_PATIENCE_S = 30
 class Gateway:
     """Dispatches by path; the data plane answers from the moment that start-up is done."""
 
+    peer_address: str | None = None
+    """Where other gateway processes reach this one; set before it starts."""
+
     def __init__(self, control: FastAPI) -> None:
         self.control = control
 
@@ -78,7 +81,8 @@ def create_app(settings: Settings | None = None) -> Gateway:
         async with contextlib.AsyncExitStack() as stack:
 
             async def start() -> Services:
-                return await stack.enter_async_context(start_services(settings, dsn, await migrate(dsn)))
+                address = gateway.peer_address
+                return await stack.enter_async_context(start_services(settings, dsn, await migrate(dsn), address))
 
             app.state.services = await patiently(dsn, start)
             yield
@@ -103,7 +107,8 @@ def create_app(settings: Settings | None = None) -> Gateway:
     add_error_handlers(control)
     add_health(control)
     document_problems(control)
-    return Gateway(control)
+    gateway = Gateway(control)
+    return gateway
 
 
 def add_health(app: FastAPI) -> None:

@@ -66,17 +66,25 @@ class _Intent(Intent):
     nonce: uuid.UUID | None = None
 
 
+MOST_NOTIFIED = 7900
+"""Bytes that a notification of PostgreSQL takes, with room for what wraps them."""
+
+
 class Instance:
     """This process's mark in the database. Comes back by itself, under a new number, after an outage."""
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, address: str | None = None) -> None:
         self._dsn = dsn
+        self._address = address
         self._connection: asyncpg.Connection | None = None
         self._held = asyncio.Event()
         self.owner = 0
         self.on_cancel: Callable[[str, str, str], object] | None = None
         self.on_move: Callable[[str, int | None], Awaitable[object]] | None = None
         self.on_held: Callable[[], object] | None = None
+        self.on_session: Callable[[str, str, str], object] | None = None
+        self.peer = secrets.token_hex(4)
+        """This process's name among the others, for as long as it lives."""
 
     async def ready(self) -> None:
         """Returns once the mark is there."""
@@ -94,7 +102,14 @@ class Instance:
                 owner = secrets.randbits(62) + 1
                 await self._connection.execute("select pg_advisory_lock($1)", owner)
                 self.owner = owner  # not before: what is owned by a number that nobody holds is taken for dead
-                for name, hear in ((sql.CANCELLATIONS, self._cancelled), (sql.MOVES, self._moved)):
+                if self._address is not None:
+                    await self._connection.execute(sql.APPEAR, self.peer, owner, self._address)
+                heard = (
+                    (sql.CANCELLATIONS, self._cancelled),
+                    (sql.MOVES, self._moved),
+                    (sql.SESSIONS, self._session_said),
+                )
+                for name, hear in heard:
                     await self._connection.add_listener(await self._connection.fetchval(sql.CHANNEL, name), hear)
                 if self.on_held:
                     self.on_held()
@@ -112,6 +127,13 @@ class Instance:
         if self.on_cancel:
             with contextlib.suppress(ValueError, TypeError):
                 self.on_cancel(*json.loads(payload))
+
+    def _session_said(self, _connection: Any, _pid: int, _channel: str, payload: str) -> None:
+        if self.on_session:
+            with contextlib.suppress(ValueError, TypeError):
+                peer, *said = json.loads(payload)
+                if peer != self.peer:
+                    self.on_session(*said)
 
     async def _moved(self, _connection: Any, _pid: int, _channel: str, payload: str) -> None:
         if self.on_move:
@@ -423,6 +445,19 @@ class Control:
     async def call_refused(self, intent: Intent, error: bytes) -> None:
         assert isinstance(intent, _Intent)
         await self._store.value(sql.CALL_REFUSED, intent.rollout, intent.id, intent.nonce, error.decode())
+
+    @property
+    def peer(self) -> str:
+        return self._instance.peer
+
+    async def peer_address(self, peer: str) -> str | None:
+        address = await self._store.value(sql.PEER, peer)
+        return str(address) if address is not None else None
+
+    async def session_said(self, session: str, method: str, value: str) -> None:
+        payload = json.dumps([self.peer, session, method, value])
+        if len(payload) < MOST_NOTIFIED:
+            await self._store.value(sql.TELL_SESSION, payload)
 
     async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:
         await self._store.value(sql.TELL_CANCELLED, json.dumps([rollout_id, session, request_id]))

@@ -29,6 +29,7 @@ from megamcp.app import Gateway, create_app, prepare
 from megamcp.databases.clusters import OwnCluster
 from megamcp.errors import Conflict, Unavailable, Unprocessable
 from megamcp.http_protocol import Protocol
+from megamcp.peers import peer_door
 from megamcp.postgres import EmbeddedPostgres
 from megamcp.reload import reloading
 from megamcp.sandboxed.own import OwnKeeper
@@ -216,10 +217,13 @@ class _Server(uvicorn.Server):
 
 
 async def _run_here(settings: Settings, listener: socket.socket, announce: bool = True) -> None:
-    server = _Server(_config(settings, listener))
-    if announce:
-        server.announce = address(listener)
-    await server.serve(sockets=[listener])
+    with peer_door(settings) as door:
+        config = _config(settings, listener)
+        config.app.peer_address = door.address  # type: ignore[union-attr]
+        server = _Server(config)
+        if announce:
+            server.announce = address(listener)
+        await server.serve(sockets=[listener, door.socket])
     if not server.started:
         raise Unprocessable("The gateway could not start; the log says why.", code="start_failed")
 

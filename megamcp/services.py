@@ -59,12 +59,15 @@ class Services:
 
 
 @asynccontextmanager
-async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncIterator[Services]:
-    """Services on a migrated database. Background tasks end before the pool does."""
+async def start_services(
+    settings: Settings, dsn: str, signer: Signer, address: str | None = None
+) -> AsyncIterator[Services]:
+    """Services on a migrated database. Background tasks end before the pool does. `address` is where other gateway
+    processes reach this one."""
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(Store.open(dsn, settings.control_connections))
         environments = Environments(store, signer, settings.document_bytes)
-        instance = Instance(dsn)
+        instance = Instance(dsn, address)
         # With connections of their own: whoever holds a rollout's lock, and so one of the store's, waits for them.
         side = await stack.enter_async_context(Store.open(dsn, SIDE_CONNECTIONS))
         clusters = Clusters(settings, dsn)
@@ -101,6 +104,7 @@ async def start_services(settings: Settings, dsn: str, signer: Signer) -> AsyncI
         )
         dataplane = await stack.enter_async_context(Dataplane(control, limits(settings)))
         instance.on_cancel = dataplane.cancel
+        instance.on_session = dataplane.session_said
         boxes.let_go = dataplane.let_go
         instance.on_held = databases.forget
 

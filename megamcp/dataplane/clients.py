@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from megamcp.dataplane import messages, wire
+from megamcp.dataplane.forward import named
 from megamcp.dataplane.streams import EventStream
 
 HELD = "io.megamcp/call:"
@@ -94,11 +95,12 @@ def _can(capabilities: bytes, method: str, params: bytes) -> bool:
 class Answers:
     """Questions that wait for clients of this process, by (session, id)."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
         self._waiting: dict[tuple[str, bytes], asyncio.Future[wire.Reply]] = {}
 
     def expect(self, session: str) -> tuple[bytes, "asyncio.Future[wire.Reply]"]:
-        number = wire.encode(f"megamcp-{secrets.token_hex(8)}")
+        number = wire.encode(named(self._peer))
         future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
         self._waiting[session, number] = future
         future.add_done_callback(lambda _: self._waiting.pop((session, number), None))
@@ -237,7 +239,8 @@ class _Call:
 class Held:
     """Calls of this process whose clients are away to find answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
         self._calls: dict[str, _Call] = {}
 
     async def run(self, work: Awaitable[wire.Reply], client: HeldClient, identity: bytes) -> wire.Reply:
@@ -280,7 +283,7 @@ class Held:
         if call.task.done() or not (questions := call.client.questions()):
             return await call.task
         call.client.stream = None
-        token = secrets.token_urlsafe(18)
+        token = named(self._peer)
         self._calls[token] = call
         call.task.add_done_callback(lambda _: self._forget_later(token))
         return wire.Reply(

@@ -28,6 +28,7 @@ from megamcp.dataplane.asgi import (
     send_json,
 )
 from megamcp.dataplane.calls import Calls
+from megamcp.dataplane.forward import Elsewhere, Forwarder, peer_of, was_forwarded
 from megamcp.dataplane.links import Environments
 from megamcp.dataplane.methods import ROLLOUT_ID, Methods
 from megamcp.dataplane.ports import ControlPort, Limits
@@ -49,7 +50,8 @@ class Endpoint:
         self._environments = environments
         self._limits = limits
         self._methods = Methods(control, environments, calls, limits)
-        self._records = Records()
+        self._records = Records(control.peer)
+        self._forwarder = Forwarder(control.peer_address)
 
     @staticmethod
     def serves(path: str) -> bool:
@@ -59,6 +61,9 @@ class Endpoint:
     def cancel(self, rollout: str, session: str, request_id: str) -> bool:
         """Cancels a handshake-era request of this process; False when it has no such request."""
         return self._methods.cancel(rollout, session, request_id)
+
+    def session_said(self, session: str, method: str, value: str) -> None:
+        self._methods.session_said(session, method, value)
 
     def stop(self) -> None:
         """The gateway is about to stop: open streams end."""
@@ -74,11 +79,15 @@ class Endpoint:
                 await self._other_method(scope, receive, send)
                 return
             request = self._open(scope, receive, send)
+            request.forwarded = was_forwarded(scope)
             body = await self._body(request)
             if body.lstrip()[:1] == b"[":
                 await self._batch(request, body, send)
             else:
                 await self._single(request, body, send)
+        except Elsewhere as elsewhere:
+            if not await self._forwarder.forward(elsewhere.peer, scope, body, receive, send):
+                await self._unanswerable(request, send)
         except Disconnected:
             pass
         except (wire.RpcFailure, MegaMCPError) as error:
@@ -178,9 +187,14 @@ class Endpoint:
         environment, rollout, key = addressee(scope, head)
         request = Request(head, environment, rollout, key, session, receive, None)
         view = await self._methods.rollout(request)
-        if (last := head.text(b"last-event-id")) is not None and (found := self._records.find(session, last)):
-            await replay(send, *found)
-            return
+        if (last := head.text(b"last-event-id")) is not None:
+            if found := self._records.find(session, last):
+                await replay(send, *found)
+                return
+            peer = peer_of(last)
+            elsewhere = peer != self._control.peer and not was_forwarded(scope)
+            if elsewhere and await self._forwarder.forward(peer, scope, b"", receive, send):
+                return
         stream = EventStream(send, self._records, session if _resumable(head) else None)
         await self._methods.listening.stand(await self._methods.environment_of(view), view, session, stream, receive)
 
@@ -192,6 +206,18 @@ class Endpoint:
             await request.stream.finish(body)
             return
         await send_json(send, status_of(request, failure), body, retry_headers(failure))
+
+    async def _unanswerable(self, request: Request | None, send: Send) -> None:
+        """The process that had what a message is about is gone, and that with it."""
+        if request is None or request.id is None:
+            await send_empty(send, 202)
+            return
+        failure = wire.RpcFailure(
+            wire.INVALID_PARAMS,
+            "What this requestState belongs to went with the gateway process that had it.",
+            data={"code": "call_not_held"},
+        )
+        await self._refuse(request, failure, send)
 
     # Messages
 

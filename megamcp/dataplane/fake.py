@@ -190,6 +190,14 @@ class FakeControl:
         await self.call_outcome(intent, error, True, answered=False)
         self.journal[intent.id].key = None
 
+    peer = "0fa4e000"
+
+    async def peer_address(self, peer: str) -> str | None:
+        return None
+
+    async def session_said(self, session: str, method: str, value: str) -> None:
+        pass
+
     async def dedicated(self, rollout: RolloutView, server: str) -> StdioTarget | SandboxTarget:
         return self.targets[server](await self.rollout(rollout.id))
 

@@ -48,6 +48,8 @@ class _Standing:
 
     client: Client
     sink: Sink
+    environment: Environment
+    rollout: RolloutView
     tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     """The stream of this session to a server, by the server's name."""
 
@@ -76,7 +78,7 @@ class Listening:
         """Serves a session's GET stream until its client leaves. A newer one takes its place."""
         capabilities = clients.unpacked(eras.capabilities_of_session(session))
         client = SessionClient(session, capabilities, stream, self._answers, self._limits.ask_timeout_s)
-        standing = _Standing(client, stream.event)
+        standing = _Standing(client, stream.event, environment, rollout)
         await stream.start()
         self._standing[session] = standing
         await environment.about(rollout, self._limits.list_timeout_s)
@@ -157,31 +159,30 @@ class Listening:
             await _ended(tasks)
         return wire.Reply(wire.encode({"resultType": "complete", "_meta": {SUBSCRIPTION_KEY: msgspec.Raw(number)}}))
 
-    def heed(
-        self,
-        client: Client,
-        environment: Environment,
-        rollout: RolloutView | None,
-        links: list[Link],
-        method: str,
-        params: dict[str, msgspec.Raw],
-    ) -> None:
-        """A session has subscribed to something, or set its log level."""
-        interests = self._interests.setdefault(client.session, {})
-        self._interests.move_to_end(client.session)
+    def heed(self, session: str, links: list[Link], rollout: RolloutView | None, method: str, value: str) -> None:
+        """A session has subscribed to something, or set its log level, at these servers."""
+        interests = self._interests.setdefault(session, {})
+        self._interests.move_to_end(session)
         if len(self._interests) > _REMEMBERED:
             self._interests.popitem(last=False)
-        standing = self._standing.get(client.session)
+        standing = self._standing.get(session)
         for link in links:
             interest = interests.setdefault(link.server.name, _Interest())
             if method == "logging/setLevel":
                 interest.log = True
             elif method == "resources/subscribe":
-                interest.uris.add(wire.read_string(params["uri"], "uri"))
+                interest.uris.add(value)
             else:
-                interest.uris.discard(wire.read_string(params["uri"], "uri"))
+                interest.uris.discard(value)
             if standing is not None and rollout is not None:
                 self._hear(standing, link, rollout, interest)
+
+    def hear_of(self, session: str, method: str, value: str) -> None:
+        """The same of a session whose stream is open here, said to another process: which server it was isn't known."""
+        if (standing := self._standing.get(session)) is not None:
+            able = "logging" if method == "logging/setLevel" else "resources"
+            links = [link for link in standing.environment.able(able) if not link.server.exactly_once]
+            self.heed(session, links, standing.rollout, method, value)
 
     def poke(self, session: str, environment: Environment, rollout: RolloutView) -> None:
         """A session has made a request: a server may have begun to keep one for it, in which it says things."""

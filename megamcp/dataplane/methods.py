@@ -16,6 +16,7 @@ from megamcp.dataplane import clients, consent, eras, wire
 from megamcp.dataplane.asgi import Disconnected, Receive
 from megamcp.dataplane.calls import CallRequest, Calls
 from megamcp.dataplane.features import Features, no_method
+from megamcp.dataplane.forward import Elsewhere, peer_of
 from megamcp.dataplane.links import Environment, Environments
 from megamcp.dataplane.listening import Listening
 from megamcp.dataplane.ports import ControlPort, Limits, RolloutView
@@ -51,8 +52,8 @@ class Methods:
         self._calls = calls
         self._limits = limits
         self._features = Features(limits)
-        self.answers = clients.Answers()
-        self._held = clients.Held()
+        self.answers = clients.Answers(control.peer)
+        self._held = clients.Held(control.peer)
         self.listening = Listening(environments, self.answers, limits)
         self._in_flight: dict[tuple[str, str, bytes], _InFlight] = {}
         self._watches: set[asyncio.Task[None]] = set()
@@ -126,7 +127,14 @@ class Methods:
             )
         failed = envelope.result is wire.ABSENT
         reply = wire.Reply(bytes(envelope.error if failed else envelope.result), failed)
-        self.answers.give(request.session or "", request.id, reply)
+        if not self.answers.give(request.session or "", request.id, reply):
+            self._elsewhere(request, request.id.decode().strip('"'))
+
+    def _elsewhere(self, request: Request, name: str) -> None:
+        """Raises `Elsewhere` for what another process has."""
+        peer = peer_of(name)
+        if peer and peer != self._control.peer and not request.forwarded:
+            raise Elsewhere(peer)
 
     async def _notification(self, request: Request, method: str, params: msgspec.Raw) -> None:
         # 2026-07-28 has none over HTTP (a client cancels by leaving); those sent all the same are dropped.
@@ -194,6 +202,12 @@ class Methods:
             return client
         return self._held_client(request, rollout)
 
+    def session_said(self, session: str, method: str, value: str) -> None:
+        """See `ControlPort.session_said`; also what this process itself said comes here."""
+        if method == "logging/setLevel":
+            self._remember_level(session, value)
+        self.listening.hear_of(session, method, value)
+
     def _remember_level(self, session: str, level: str) -> None:
         self._levels[session] = level
         self._levels.move_to_end(session)
@@ -255,7 +269,9 @@ class Methods:
             if method == "logging/setLevel" and not reply.failed:
                 self._remember_level(client.session, wire.read_string(params.get("level"), "level"))
             if method in _LISTENING and not reply.failed:
-                self.listening.heed(client, environment, rollout, links, method, params)
+                said = params.get("level" if method == "logging/setLevel" else "uri", msgspec.Raw(b'""'))
+                self.listening.heed(client.session, links, rollout, method, wire.read_string(said, "value"))
+                await self._control.session_said(client.session, method, wire.read_string(said, "value"))
             return reply
 
         reply = await self._settled(request, environment, rollout, params, method, work)
@@ -295,6 +311,8 @@ class Methods:
             if state is not None and bytes(state).startswith(b'"' + clients.HELD.encode()):
                 answers = wire.read_members(params.get("inputResponses", msgspec.Raw(b"{}")), "inputResponses")
                 held = wire.read_string(state, "requestState")
+                if not self._held.holds(held):
+                    self._elsewhere(request, held.removeprefix(clients.HELD))
                 return await self._held.resume(held, identity, answers, request.stream)
             return await self._held.run(work(client), client, identity)
         except asyncio.CancelledError:

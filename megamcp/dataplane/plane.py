@@ -47,6 +47,10 @@ class Dataplane:
         """For `ControlPort.cancel_elsewhere` of another process."""
         return self._endpoint.cancel(rollout_id, session, request_id)
 
+    def session_said(self, session: str, method: str, value: str) -> None:
+        """For `ControlPort.session_said` of another process."""
+        self._endpoint.session_said(session, method, value)
+
     async def tools(self, rollout_id: str) -> tuple[bytes, ...]:
         """JSON texts of the rollout's tools, as its agent sees them. Raises NotFound, Gone, UpstreamError."""
         rollout = await self._control.rollout(rollout_id)

@@ -331,6 +331,20 @@ class ControlPort(Protocol):
         """
         ...
 
+    @property
+    def peer(self) -> str:
+        """Name of this gateway process among the others: letters and digits."""
+        ...
+
+    async def peer_address(self, peer: str) -> str | None:
+        """Where another gateway process takes requests: `unix:/path` or `http://host:port`. None for one that isn't."""
+        ...
+
+    async def session_said(self, session: str, method: str, value: str) -> None:
+        """A handshake-era session set its log level, or what resources it wants: for the process that has its stream,
+        which gets `Dataplane.session_said`. May do nothing."""
+        ...
+
     async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:
         """A cancellation for a request this process does not have: pass it on to the other gateway processes,
         which hand it to `Dataplane.cancel`. May do nothing."""

@@ -44,6 +44,8 @@ class Request:
     read: bool = False
     """Set once the message is known to be a request for a live rollout: from here on errors are its answer."""
     new_session: str | None = None
+    forwarded: bool = False
+    """Another gateway process handed it on."""
     meta: dict[str, msgspec.Raw] | None = None
     """Members of `_meta` of a 2026-07-28 request."""
 

@@ -7,10 +7,10 @@ which is unguessable. In memory of this process only.
 
 import asyncio
 import contextlib
-import secrets
 from collections import OrderedDict, deque
 
 from megamcp.dataplane.asgi import STREAM, Send
+from megamcp.dataplane.forward import named
 from megamcp.dataplane.sse import sse_event
 
 _KEPT_S = 120.0
@@ -24,9 +24,9 @@ class Record:
 
     __slots__ = ("done", "events", "first", "news", "session", "size", "token")
 
-    def __init__(self, session: str) -> None:
+    def __init__(self, session: str, token: str) -> None:
         self.session = session
-        self.token = secrets.token_hex(8)
+        self.token = token
         self.events: deque[bytes] = deque()
         self.first = 1
         """Number of the first event that is still there."""
@@ -47,12 +47,13 @@ class Record:
 class Records:
     """The streams of this process that may be resumed."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
         self._records: OrderedDict[str, Record] = OrderedDict()
         self._size = 0
 
     def new(self, session: str) -> Record:
-        record = Record(session)
+        record = Record(session, named(self._peer))
         self._records[record.token] = record
         return record
 

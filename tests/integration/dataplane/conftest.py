@@ -104,8 +104,8 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def serving(limits: Limits) -> AsyncIterator[Gateway]:
-    control = FakeControl()
+async def serving(limits: Limits, control: FakeControl | None = None) -> AsyncIterator[Gateway]:
+    control = control or FakeControl()
     plane = Dataplane(control, limits)
     config = uvicorn.Config(plane, port=0, lifespan="off", log_level="warning", access_log=False)
     server = uvicorn.Server(config)

@@ -1,0 +1,64 @@
+"""The door by which other processes of the same gateway hand requests to this one: a socket of its own.
+
+On this machine it is a unix socket in a folder that only this user may enter. A gateway that listens wider than
+loopback has others on other machines, so it takes a TCP port there, too, beside that of clients. The same application
+answers, so the same rights are needed.
+"""
+
+import contextlib
+import ipaddress
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamcp.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDoor:
+    """A listening socket, and how others find it."""
+
+    socket: socket.socket
+    address: str
+
+
+@contextlib.contextmanager
+def peer_door(settings: Settings) -> Iterator[PeerDoor]:
+    """Open while the gateway runs."""
+    if not _loopback(settings.host):
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.bind((settings.host, 0))
+            listening.listen(128)
+            listening.setblocking(False)
+            yield PeerDoor(listening, f"http://{_own_name()}:{listening.getsockname()[1]}")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="megamcp-peer-"))
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+            path = folder / "door.sock"
+            listening.bind(str(path))
+            listening.listen(128)
+            listening.setblocking(False)
+            yield PeerDoor(listening, f"unix:{path}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _own_name() -> str:
+    """The address by which this machine's name is known, where it is; containers of one network know each other so."""
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return name
