@@ -20,7 +20,7 @@ from typing import Any
 
 import asyncpg
 
-from megamcp import outages
+from megamcp import outages, peers
 from megamcp import store as sql
 from megamcp.access.principal import CALLER, demand_sight, owner
 from megamcp.databases import Databases, Door, Place
@@ -103,11 +103,11 @@ class Instance:
                 await self._connection.execute("select pg_advisory_lock($1)", owner)
                 self.owner = owner  # not before: what is owned by a number that nobody holds is taken for dead
                 if self._address is not None:
-                    await self._connection.execute(sql.APPEAR, self.peer, owner, self._address)
+                    await self._connection.execute(peers.APPEAR, self.peer, owner, self._address)
                 heard = (
                     (sql.CANCELLATIONS, self._cancelled),
                     (sql.MOVES, self._moved),
-                    (sql.SESSIONS, self._session_said),
+                    (peers.SESSIONS, self._session_said),
                 )
                 for name, hear in heard:
                     await self._connection.add_listener(await self._connection.fetchval(sql.CHANNEL, name), hear)
@@ -451,13 +451,13 @@ class Control:
         return self._instance.peer
 
     async def peer_address(self, peer: str) -> str | None:
-        address = await self._store.value(sql.PEER, peer)
+        address = await self._store.value(peers.PEER, peer)
         return str(address) if address is not None else None
 
     async def session_said(self, session: str, method: str, value: str) -> None:
         payload = json.dumps([self.peer, session, method, value])
         if len(payload) < MOST_NOTIFIED:
-            await self._store.value(sql.TELL_SESSION, payload)
+            await self._store.value(peers.TELL_SESSION, payload)
 
     async def cancel_elsewhere(self, rollout_id: str, session: str, request_id: str) -> None:
         await self._store.value(sql.TELL_CANCELLED, json.dumps([rollout_id, session, request_id]))

@@ -16,6 +16,15 @@ from pathlib import Path
 
 from megamcp.settings import Settings
 
+SESSIONS = "sessions"
+"""Channel of what sessions said to one process that another may have the stream of."""
+TELL_SESSION = f"select pg_notify(megamcp.channel('{SESSIONS}'), $1)"
+# Those whose mark is gone are dead.
+APPEAR = """with gone as (delete from megamcp.peers where id <> $1 and not megamcp.alive(owner))
+    insert into megamcp.peers (id, owner, address) values ($1, $2, $3)
+    on conflict (id) do update set owner = excluded.owner"""
+PEER = "select address from megamcp.peers where id = $1 and megamcp.alive(owner)"
+
 
 @dataclass(frozen=True, slots=True)
 class PeerDoor:

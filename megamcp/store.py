@@ -96,14 +96,8 @@ RENEW_ROLLOUT = """update megamcp.rollouts set expires_at = clock_timestamp() + 
     where id = $1 and status = 'open' returning id"""
 
 # What gateway processes tell each other, and the channel of each: any login may listen to one whose name it knows.
-CANCELLATIONS, MOVES, SESSIONS = "cancellations", "moves", "sessions"
+CANCELLATIONS, MOVES = "cancellations", "moves"
 CHANNEL = "select megamcp.channel($1)"
-TELL_SESSION = f"select pg_notify(megamcp.channel('{SESSIONS}'), $1)"
-# Those whose mark is gone are dead.
-APPEAR = """with gone as (delete from megamcp.peers where id <> $1 and not megamcp.alive(owner))
-    insert into megamcp.peers (id, owner, address) values ($1, $2, $3)
-    on conflict (id) do update set owner = excluded.owner"""
-PEER = "select address from megamcp.peers where id = $1 and megamcp.alive(owner)"
 TELL_CANCELLED = f"select pg_notify(megamcp.channel('{CANCELLATIONS}'), $1)"
 
 # Tells of a rollback (with the epoch that it began) or, without an epoch, of a rollout's end.
