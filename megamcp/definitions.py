@@ -146,7 +146,7 @@ DSN = "{dsn}"
 
 def _unsaid(value: object) -> bool:
     """A field that says nothing is no part of a version's hash."""
-    return value in (None, "never")
+    return value in (None, "never", "calls")
 
 
 class ServerConfig(_Config):
@@ -224,6 +224,9 @@ class EnvironmentConfig(_Config):
         description="What now() says.",
     )
     seed: int = Field(0, ge=-(2**63), lt=2**63)
+    journal: Literal["calls", "none"] = Field(
+        "calls", description="`none`: calls leave no row. Only where no server keeps state here.", exclude_if=_unsaid
+    )
     servers: dict[str, ServerConfig] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -231,4 +234,14 @@ class EnvironmentConfig(_Config):
         for name in self.servers:
             if not NAME.match(name) or "__" in name:
                 raise ValueError(f"server name {name!r}: letters, digits, - and _ only, no double underscore")
+        return self
+
+    @model_validator(mode="after")
+    def _what_may_go_unrecorded(self) -> "EnvironmentConfig":
+        kept = [name for name, server in self.servers.items() if server.state.kind != "none"]
+        if self.journal == "none" and kept:
+            raise ValueError(
+                f'journal = "none", but {", ".join(kept)} keeps state: what changes it has to be in the journal; take '
+                "journal out, or make an environment of its own of the servers without state"
+            )
         return self

@@ -96,6 +96,8 @@ class LoadedEnvironment:
     servers: tuple[LoadedServer, ...]
     tenant: str | None = None
     """Whose it is; None for everyone's."""
+    journaled: bool = True
+    """Whether calls leave a row in the journal."""
 
     @property
     def full_name(self) -> str:
@@ -308,6 +310,7 @@ class Environments:
             seed=row["seed"],
             loaded_at=row["loaded_at"],
             tenant=row["tenant"],
+            journaled=config.journal != "none",
             servers=tuple(
                 _loaded_server(s["name"], config.servers[s["name"]], s["descriptor"], s["role"]) for s in servers
             ),

@@ -46,7 +46,7 @@ class Targets:
         if config.url:
             plain = {name: text for name, text in config.headers.items() if not references.present(text)}
             target = UrlTarget(config.url, plain, self.authority(loaded, server), sse=config.transport == "sse")
-            return ServerView(server.name, target, exactly_once=stateful, own_database=own)
+            return ServerView(server.name, target, exactly_once=stateful, own_database=own, journaled=loaded.journaled)
         if (config.command and not server.document) or server.process:
             return ServerView(server.name, DedicatedTarget(config.restart == "on_move"), exactly_once=False)
         told = variables(server)
@@ -66,7 +66,7 @@ class Targets:
             return ServerView(server.name, proxy, exactly_once=True)
         assert config.entry is not None
         child = ChildTarget.sdk(config.entry, _with_path(environ, loaded), str(loaded.folder), told.secrets)
-        return ServerView(server.name, child, exactly_once=stateful, own_database=own)
+        return ServerView(server.name, child, exactly_once=stateful, own_database=own, journaled=loaded.journaled)
 
 
 def variables(server: LoadedServer) -> references.Resolved:

@@ -125,6 +125,8 @@ class Calls:
             call = _addressed(request, route)
             if route.server.exactly_once:
                 return await self._exactly_once(rollout, route, call, request, deadline, client)
+            if not route.server.journaled:
+                return await self._unrecorded(route, call, request, deadline, client)
             return await self._at_most_once(rollout, route, call, request, deadline, client)
         finally:
             self._gates.leave(rollout.id, writes=_writes(route))
@@ -227,6 +229,29 @@ class Calls:
     async def _ended(self, rollout: RolloutView, handle: str, call: ToolCall, error: bytes | None) -> wire.Reply | None:
         recorded = await self._control.end_call(rollout, handle, tool=call.name, arguments=call.arguments, error=error)
         return wire.result_as_reply(recorded.result, recorded.is_error) if recorded is not None else None
+
+    # Without a journal
+
+    async def _unrecorded(
+        self, route: Route, call: ToolCall, request: CallRequest, deadline: float, client: Client | None
+    ) -> wire.Reply:
+        if request.idempotency_key is not None:
+            raise BadRequest(
+                "This environment keeps no journal, so nothing here knows what was called by an idempotency key.",
+                code="bad_idempotency_key",
+                hint='Leave the key out, or take journal = "none" out of the environment.',
+            )
+        try:
+            async with asyncio.timeout_at(deadline) as scope:
+                patient = Patient(client, scope) if client is not None else None
+
+                async def send(more: rounds.More) -> wire.Reply:
+                    return (await _until_seen(route.way, rounds.with_more(call, more), patient, deadline))[0]
+
+                return await rounds.settled(send, patient)
+        except TimeoutError:
+            route.way.seems_stuck()
+            raise _too_late(call, route, "what it had done until then stays") from None
 
     # At most once
 

@@ -169,9 +169,9 @@ class ServerView:
     """One tool server of an environment.
 
     `exactly_once`: the server settles its calls itself by the state handle (kinds `schema` and `document`);
-    else the gateway keeps an intent row, and a call is done at most once. `call_timeout_s`: else the default.
-    `own_database`: each rollout has a database of its own, which the server is told with the handle; it records calls
-    there, and the gateway copies them to the journal.
+    else the gateway keeps an intent row, and a call is done at most once; or none, where it isn't `journaled`.
+    `call_timeout_s`: else the default. `own_database`: each rollout has a database of its own, which the server is told
+    with the handle; it records calls there, and the gateway copies them to the journal.
     """
 
     name: str
@@ -179,6 +179,7 @@ class ServerView:
     exactly_once: bool
     call_timeout_s: float | None = None
     own_database: bool = False
+    journaled: bool = True
 
 
 @dataclass(frozen=True, slots=True)

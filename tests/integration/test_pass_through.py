@@ -12,7 +12,7 @@ import pytest_asyncio
 import uvicorn
 
 from megamcp import control
-from megamcp.errors import Gone, NotFound
+from megamcp.errors import BadRequest, Gone, NotFound, Unprocessable
 from megamcp.sdk import Server
 from megamcp.testing import Gateway
 
@@ -54,6 +54,30 @@ async def test_a_call_leaves_one_finished_row(gateway: Gateway, rollout: str, da
     )
     assert [row["state"] for row in rows] == ["done"] * 3
     assert all("hello" in row["result"] for row in rows)
+
+
+async def test_an_environment_without_a_journal_leaves_no_row_and_takes_no_key(
+    gateway: Gateway, rollout: str, tmp_path: Path
+) -> None:
+    text = (tmp_path / "environment.toml").read_text().replace('name = "echo"', 'name = "quiet"\njournal = "none"')
+    quiet = tmp_path / "quiet"
+    quiet.mkdir()
+    (quiet / "environment.toml").write_text(text)
+    await gateway.services.environments.load(quiet)
+    (row,) = await gateway.services.rollouts.open("quiet")
+    assert b"hello" in await call(gateway, row["id"])
+    count = "select count(*) from megamcp.events where rollout = $1 and kind = 'call'"
+    assert await gateway.services.store.value(count, row["id"]) == 0
+    with pytest.raises(BadRequest) as caught:
+        await gateway.services.dataplane.call(row["id"], "say", b'{"word":"x"}', idempotency_key="k")
+    assert caught.value.code == "bad_idempotency_key"
+
+
+async def test_what_changes_state_can_not_go_unrecorded(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "environment.toml").write_text('name = "loose"\njournal = "none"\n[servers.files]\ncommand = "npx"\n')
+    with pytest.raises(Unprocessable) as caught:
+        await gateway.services.environments.load(tmp_path)
+    assert "files keeps state" in str(caught.value.extra)
 
 
 async def test_a_rollout_that_another_process_closed_is_gone_at_the_next_call(
