@@ -128,14 +128,15 @@ def add_health(app: FastAPI) -> None:
         services: Services = request.app.state.services
         try:
             environments = await asyncio.wait_for(services.environments.all(), 5)
+            private = {e.full_name for e in environments if e.tenant is not None}
         except (MegaMCPError, *outages.DRIVER) as error:
             response.status_code = 503
             return {"status": "unavailable", "database": str(error) or type(error).__name__}
         return {
             "status": "ok",
-            "environments": [e.full_name for e in environments if e.tenant is None],
+            "environments": [e.full_name for e in environments if e.full_name not in private],
             "rollouts": services.rollouts.open_count,
-            "servers": services.dataplane.server_states(),
+            "servers": {name: one for name, one in services.dataplane.server_states().items() if name not in private},
             "state_clusters": [
                 {"cluster": cluster.name, "copies": "share blocks" if cluster.reflink else "are full copies"}
                 for cluster in services.databases.clusters.opened

@@ -39,7 +39,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-MAX_BODY = 32 * 1024 * 1024
+MAX_BODY = 128 * 1024 * 1024
+"""More than a gateway takes of an agent, unless it was told to: the limit that is met is the gateway's."""
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache, no-transform")]
 
@@ -259,16 +260,18 @@ async def _until_disconnect(receive: Receive, call: Awaitable[Outcome]) -> Outco
 
 
 async def _read(receive: Receive) -> bytes:
-    body: bytes = b""
+    parts: list[bytes] = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Disconnected
-        body += bytes(message.get("body", b""))
-        if len(body) > MAX_BODY:
+        parts.append(bytes(message.get("body", b"")))
+        size += len(parts[-1])
+        if size > MAX_BODY:
             raise RpcError(rpc.INVALID_REQUEST, f"The body is larger than {MAX_BODY} bytes", {"code": "too_large"}, 413)
         if not message.get("more_body"):
-            return body
+            return b"".join(parts)
 
 
 async def _answer(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:

@@ -121,7 +121,6 @@ async def guarded(
             jwt_issuer=issuer.url,
             audit_log=audit,
             reap_interval_s=3600,
-            max_body_bytes=1 << 20,
         ) as strict,
         running_gateway(dsn, api_key=key, reap_interval_s=3600, allowed_hosts=["gateway.example"]) as opened,
     ):

@@ -97,7 +97,7 @@ async def test_an_environment_of_a_tenants_is_there_for_it_alone(guarded: Guarde
     )
     a, b = guarded.rest(await guarded.key("trainer", "a")), guarded.rest(await guarded.key("trainer", "b"))
     assert "private" in [found["name"] for found in (await a.done("GET", "/v1/environments"))["environments"]]
-    await a.open(environment="private")
+    assert (await a.mcp(await a.open(environment="private"), "tools/list")).status_code == 200
     assert "private" not in (await b.http.get("/v1/environments")).text
     refused = await b.refused(404, "environment_not_found", "POST", "/v1/rollouts", {"environment": "private"})
     assert "private" not in refused["hint"]

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from megamcp.sdk import Server
-from megamcp.sdk.endpoint import MAX_BODY, ToolApp
+from megamcp.sdk.endpoint import ToolApp
 from tests.integration.sdk.conftest import META, Client
 from tests.integration.sdk.counter_server import server
 
@@ -108,8 +108,9 @@ async def test_what_is_no_request_gets_a_json_rpc_error(plain: Client, body: byt
     assert reply.content_type == "application/json"
 
 
-async def test_a_body_over_the_limit_is_refused(plain: Client) -> None:
-    reply = await plain.post(b" " * (MAX_BODY + 1))
+async def test_a_body_over_the_limit_is_refused(plain: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megamcp.sdk.endpoint.MAX_BODY", 100_000)
+    reply = await plain.post(b" " * 100_001)
     assert (reply.status, reply.code) == (413, "too_large")
 
 
