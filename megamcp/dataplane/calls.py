@@ -228,7 +228,15 @@ class Calls:
 
     async def _ended(self, rollout: RolloutView, handle: str, call: ToolCall, error: bytes | None) -> wire.Reply | None:
         recorded = await self._control.end_call(rollout, handle, tool=call.name, arguments=call.arguments, error=error)
-        return wire.result_as_reply(recorded.result, recorded.is_error) if recorded is not None else None
+        if recorded is None:
+            return None
+        if (size := len(recorded.result)) > self._limits.response_bytes:
+            raise UpstreamError(
+                f"The call was done, but its result has {size} bytes, over {self._limits.response_bytes}.",
+                code="result_too_large",
+                hint="The journal has it. Ask for less at once, or raise MEGAMCP_MAX_RESULT_BYTES.",
+            )
+        return wire.result_as_reply(recorded.result, recorded.is_error)
 
     # Without a journal
 

@@ -122,7 +122,9 @@ async def guarded(
             audit_log=audit,
             reap_interval_s=3600,
         ) as strict,
-        running_gateway(dsn, api_key=key, reap_interval_s=3600, allowed_hosts=["gateway.example"]) as opened,
+        running_gateway(
+            dsn, api_key=key, reap_interval_s=3600, allowed_hosts=["gateway.example"], max_result_bytes=200_000
+        ) as opened,
     ):
         made = Guarded(strict, opened, issuer, audit)
         yield made

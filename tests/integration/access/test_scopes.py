@@ -158,6 +158,15 @@ async def test_a_host_by_another_name_is_refused(guarded: Guarded, world: Any) -
         assert (await http.get(f"{guarded.open.url}/healthz", headers={"host": "evil.example"})).status_code == 403
 
 
+async def test_a_result_over_the_limit_is_refused_where_the_call_was_done(guarded: Guarded) -> None:
+    rest = guarded.rest(ADMIN, strict=False)
+    rollout = await rest.open()
+    large = {"tool": "put", "arguments": {"key": "k", "value": "x" * 150_000}, "idempotency_key": "once"}
+    for _ in range(2):  # a retry is answered by what was recorded
+        await rest.refused(502, "result_too_large", "POST", f"/v1/rollouts/{rollout}/call", large)
+    assert [call["state"] for call in await rest.calls(rollout)].count("done") == 1
+
+
 def test_requests_and_results_may_have_64_mebibytes_unless_said_otherwise() -> None:
     settings = Settings()
     assert (settings.max_body_bytes, settings.max_result_bytes) == (64 << 20, 64 << 20)
