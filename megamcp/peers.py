@@ -6,7 +6,6 @@ answers, so the same rights are needed.
 """
 
 import contextlib
-import ipaddress
 import shutil
 import socket
 import tempfile
@@ -37,7 +36,7 @@ class PeerDoor:
 @contextlib.contextmanager
 def peer_door(settings: Settings) -> Iterator[PeerDoor]:
     """Open while the gateway runs."""
-    if not _loopback(settings.host):
+    if not settings.on_loopback:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listening:
             listening.bind((settings.host, 0))
@@ -55,13 +54,6 @@ def peer_door(settings: Settings) -> Iterator[PeerDoor]:
             yield PeerDoor(listening, f"unix:{path}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _own_name() -> str:

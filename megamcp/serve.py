@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import ipaddress
 import json
 import logging
 import os
@@ -60,19 +59,11 @@ def serve(settings: Settings) -> None:
 
 def demand_key(settings: Settings) -> None:
     """Raises `Unprocessable` where strangers on the network could do what they like."""
-    if settings.open_to_all or keys_wanted(settings) or is_loopback(settings.host):
+    if settings.open_to_all or keys_wanted(settings) or settings.on_loopback:
         return
     raise Unprocessable(
         f"Won't listen on {settings.host} without any key: it is no loopback address.", code="key_required"
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _serve(settings: Settings) -> None:

@@ -4,6 +4,7 @@ Durations are seconds, sizes are bytes. `docs/settings.md` lists them all; a tes
 """
 
 import difflib
+import ipaddress
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -224,6 +225,14 @@ class Settings(BaseSettings):
     tool_connections: int = Field(8, ge=1, description="PostgreSQL connections of each tool server process.")
     query_connections: int = Field(4, ge=1, description="PostgreSQL connections of each process for evaluators' SQL.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine reaches the gateway."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
 
 def unknown_variables(names: Iterable[str]) -> Iterator[tuple[str, str | None]]:

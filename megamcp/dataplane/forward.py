@@ -52,7 +52,7 @@ class Forwarder:
             return False
         path = scope["path"] + ("?" + scope["query_string"].decode("latin-1") if scope.get("query_string") else "")
         socket = address.removeprefix("unix:") if address.startswith("unix:") else None
-        url = f"http://gateway{path}" if socket else address + path
+        url = f"http://localhost{path}" if socket else address + path
         pool = Pool(Address.of(url, socket), limit=1, idle_s=0.0, connect_s=_CONNECT_S)
         fields = b"%b: 1\r\n" % FORWARDED + b"".join(
             b"%b: %b\r\n" % (name, value) for name, value in scope["headers"] if name not in _HOP_BY_HOP

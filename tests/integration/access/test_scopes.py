@@ -1,5 +1,6 @@
 """What each scope may do, over every route that there is, and who comes in at all."""
 
+import asyncio
 import hashlib
 import json
 import re
@@ -7,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import httpx
 import pytest
 
+from megamcp.access.entrance import host_allowed
 from megamcp.access.principal import Scope
 from megamcp.access.rights import MCP, RIGHTS
+from megamcp.dataplane.forward import Forwarder
 from megamcp.settings import Settings
 from tests.integration.access.conftest import ADMIN, Guarded
+from tests.integration.promises.world import World
 from tests.integration.rest import problem
 
 HELLO = {
@@ -142,9 +147,7 @@ async def test_deeds_are_written_down_with_who_did_them_and_what_came_of_it(guar
     assert trainer not in guarded.audit.read_text()
 
 
-async def test_a_host_by_another_name_is_refused(guarded: Guarded, world: Any) -> None:
-    import httpx
-
+async def test_a_host_by_another_name_is_refused(guarded: Guarded, world: World) -> None:
     async with httpx.AsyncClient() as http:
         for host in ("localhost", "127.0.0.1:8600", "[::1]:8600", "a.localhost", "10.0.0.7"):
             assert (await http.get(f"{world.url}/healthz", headers={"host": host})).status_code == 200
@@ -176,3 +179,27 @@ def test_the_table_of_scopes_is_the_one_in_the_docs() -> None:
     rows = re.findall(r"^\| `(GET|POST|DELETE) (\S+)` \| (.+) \|$", SECURITY.read_text(), re.MULTILINE)
     shown = {(method, path): {name.strip() for name in scopes.split(",")} for method, path, scopes in rows}
     assert shown == {route: {str(scope) for scope in found.scopes} for route, found in RIGHTS.items()}
+
+
+async def test_what_one_process_hands_to_another_is_let_in_by_its_host(tmp_path: Path) -> None:
+    heads: list[bytes] = []
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def find(peer: str) -> str:
+        return f"unix:{tmp_path}/s"
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {"method": "GET", "path": "/r/ro_x/mcp", "headers": [(b"host", b"of.the.client"), (b"x-a", b"b")]}
+    async with await asyncio.start_unix_server(hear, f"{tmp_path}/s"):
+        assert await Forwarder(find).forward("00000000", scope, b"", receive, send)
+    (host,) = re.findall(rb"(?im)^host: (.+)\r$", heads[0])
+    assert host_allowed(host, frozenset({"localhost"}))
