@@ -32,6 +32,7 @@ HINTS: dict[str, str] = {
     "invalid_token": "Get a new token from the issuer, for this gateway; WWW-Authenticate says where to ask.",
     "forbidden": "Use a key of a scope that may; docs/security.md has the table.",
     "host_refused": "Name the gateway by its address, or allow the name with MEGAMCP_ALLOWED_HOSTS.",
+    "origin_refused": "Allow the page's origin with MEGAMCP_ALLOWED_ORIGINS.",
     "jwks_unavailable": "See that the gateway reaches MEGAMCP_JWT_JWKS_URL; repeat the request in a moment.",
     "key_quota_exceeded": "Wait as long as Retry-After says, release what isn't needed, or use a key with more.",
     "key_not_found": "GET /v1/keys lists the keys that there are.",

@@ -1,7 +1,7 @@
 """The front door: what every request passes before either room, and what each route of the control plane asks again.
 
 Host first, then who it is; at a route of the control plane, its scope and whose things it names. Where no keys are
-wanted (none is set: loopback only) it costs a look at one header. Origin is the data plane's own check.
+wanted (none is set: loopback only) it costs a look at one header.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from megamcp.access.keys import PREFIX, Keys
 from megamcp.access.principal import CALLER, DEFAULT_TENANT, SCOPE_PREFIX, Principal, Scope, demand_sight
 from megamcp.access.quotas import Meters
 from megamcp.access.rights import MCP, right
+from megamcp.dataplane.asgi import origin_allowed
 from megamcp.demands import no_checkpoint, no_rollout
 from megamcp.errors import Forbidden, MegaMCPError, Unauthorized
 from megamcp.oauth.authorities import base_url
@@ -68,6 +69,7 @@ class Entrance:
         self._agent_keys = settings.agent_keys and self.wanted
         key = settings.api_key
         self._bootstrap = None if key is None else hashlib.sha256(key.get_secret_value().encode()).digest()
+        self._origins = tuple(settings.allowed_origins)
         self._hosts = None if "*" in settings.allowed_hosts else _own_hosts(settings)
         if self.wanted and not settings.allowed_hosts:
             self._hosts = None  # a page that calls itself the gateway has no key to show
@@ -80,6 +82,15 @@ class Entrance:
         for name, value in scope["headers"]:
             if name == b"host" and not host_allowed(value, self._hosts):
                 raise Forbidden("This gateway doesn't go by the Host of the request.", code="host_refused")
+
+    def check_origin(self, scope: Asgi) -> None:
+        """For the control plane; the data plane has its own. Raises `Forbidden` for another's web page."""
+        headers = dict(scope["headers"])
+        origin = headers.get(b"origin")
+        if origin is None or origin_allowed(origin, self._origins):
+            return
+        if origin.partition(b"://")[2] != headers.get(b"host"):  # the gateway's own pages are at its own name
+            raise Forbidden("This Origin may not use the gateway.", code="origin_refused")
 
     async def enter(self, scope: Asgi, *, agents: bool) -> Principal | None:
         """Who a request comes from; None for whom no key is asked of. Raises `Unauthorized`, `Forbidden`."""

@@ -53,6 +53,7 @@ async def control_room(entrance: Entrance, room: Room, scope: Asgi, receive: Rec
         if not scope["path"].startswith("/v1/"):
             await room(scope, receive, send)
             return
+        entrance.check_origin(scope)
         visit = Visit(await entrance.enter(scope, agents=False))
         principal = visit.principal
         if principal is not None and principal.quotas.metered:

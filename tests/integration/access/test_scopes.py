@@ -181,6 +181,18 @@ def test_the_table_of_scopes_is_the_one_in_the_docs() -> None:
     assert shown == {route: {str(scope) for scope in found.scopes} for route, found in RIGHTS.items()}
 
 
+async def test_a_web_page_of_another_origin_gets_nothing_done(world: World) -> None:
+    async with httpx.AsyncClient() as http:
+        (rollout,) = [row["id"] for row in await world.services.rollouts.open("ledger")]
+        url = f"{world.url}/v1/rollouts/{rollout}/checkpoints"  # without a body no browser asks first
+        for origin in ("https://evil.example", "null", "http://127.0.0.1.evil.example", "x"):
+            problem(await http.post(url, headers={"origin": origin}), 403, "origin_refused")
+        for origin in ("http://localhost:3000", world.url, None):
+            assert (await http.post(url, headers={"origin": origin} if origin else {})).status_code == 201
+        pages = {"host": "10.0.0.7:8600", "origin": "https://10.0.0.7:8600"}
+        assert (await http.post(url, headers=pages)).status_code == 201
+
+
 async def test_what_one_process_hands_to_another_is_let_in_by_its_host(tmp_path: Path) -> None:
     heads: list[bytes] = []
 
