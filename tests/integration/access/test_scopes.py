@@ -14,6 +14,7 @@ import pytest
 from megamcp.access.entrance import host_allowed
 from megamcp.access.principal import Scope
 from megamcp.access.rights import MCP, RIGHTS
+from megamcp.client import Client, Forbidden, NoCapacity, Retry, Unauthorized
 from megamcp.dataplane.forward import Forwarder
 from megamcp.settings import Settings
 from tests.integration.access.conftest import ADMIN, Guarded
@@ -119,6 +120,23 @@ async def test_a_revoked_key_is_refused_by_each_gateway_within_seconds(guarded: 
     await there.refused(401, "unauthorized", "GET", "/v1/rollouts")
     await guarded.rest(ADMIN).done("DELETE", f"/v1/keys/{identifier}")
     await guarded.rest(ADMIN).refused(404, "key_not_found", "DELETE", "/v1/keys/never")
+
+
+async def test_the_client_makes_lists_and_revokes_keys(guarded: Guarded) -> None:
+    async with Client(guarded.strict.url, api_key=ADMIN) as admin:
+        made = await admin.create_key("by the client", "trainer", tenant="c", rollouts=1)
+        async with Client(guarded.strict.url, api_key=made.secret, retry=Retry(attempts=1)) as trainer:
+            await trainer.open("ledger")
+            with pytest.raises(NoCapacity):
+                await trainer.open("ledger")
+            with pytest.raises(Forbidden):
+                await trainer.keys()
+            await admin.revoke_key(made.id)
+            with pytest.raises(Unauthorized):
+                await trainer.environments()
+        (listed,) = [key for key in await admin.keys() if key.id == made.id]
+        assert listed.revoked_at is not None
+        assert listed.quotas.rollouts == 1
 
 
 async def test_a_key_ends_with_its_time_and_a_changed_one_is_none(guarded: Guarded) -> None:
