@@ -58,6 +58,20 @@ class Connections:
                 connections._closing = True  # the pool waits for what is still out, so nothing is kept from here on
                 await connections.rest()
 
+    @property
+    def used(self) -> int:
+        """Those that are out now."""
+        return int(self._pool.get_size() - self._pool.get_idle_size()) - len(self._at_hand)
+
+    @property
+    def most(self) -> int:
+        return int(self._pool.get_max_size())
+
+    @property
+    def waiting(self) -> int:
+        """Callers that wait for one."""
+        return self._waiting
+
     async def take(self, wait_s: float) -> asyncpg.Connection:
         """A connection, which is owed to `give`. TimeoutError: none got free; else what connecting raises."""
         while self._at_hand:

@@ -74,6 +74,8 @@ class Rollouts:
         self._enders = asyncio.Semaphore(max(1, settings.control_connections // 3))
         self.before_move: Callable[[str], Awaitable[object]] | None = None
         """Told of a rollback before it is done, so that processes of the rollout's own end what they are doing."""
+        self.told: Callable[[str, str, int], None] = lambda environment, event, count: None
+        """Told what became of rollouts: the environment's name, what was done, of how many."""
         self.open_count = 0
         """Open rollouts in the database as the reaper last counted them, plus those made here since."""
 
@@ -124,6 +126,7 @@ class Rollouts:
             await demand_room(connection, count)
             rows: Sequence[asyncpg.Record] = await connection.fetch(sql.OPEN, *values)
         self.open_count += count
+        self.told(loaded.name, "opened", count)
         return rows
 
     async def fork(
@@ -172,6 +175,7 @@ class Rollouts:
                 await demand_images(connection, checkpoint)
             raise Gone(f"Checkpoint {checkpoint} was released.", code="checkpoint_gone")
         self.open_count += count
+        self.told(rows[0]["environment_name"].partition("@")[0], "forked", count)
         return rows
 
     def _admit(self, count: int) -> None:
@@ -257,6 +261,7 @@ class Rollouts:
             if self._box_freezer and boxes:
                 await self._box_freezer.publish(connection, made, boxes)
             await keeper.publish(connection, made, documents)
+            self.told(environment.name, "checkpointed", 1)
             return made
 
     @asynccontextmanager
@@ -333,6 +338,7 @@ class Rollouts:
             await self._databases.settle(rollout, environment)
         if self._boxes:
             await self._boxes.give_up(given_up)
+        self.told(environment.name, "rolled_back", 1)
         return moved
 
     async def close(self, rollout: str, *, expired: bool = False) -> bool:
@@ -362,6 +368,8 @@ class Rollouts:
         if self._boxes:
             await self._boxes.give_up(given_up)
         self.open_count = max(0, self.open_count - ended)
+        if ended:
+            self.told(environment.name, status.value, 1)
         return ended
 
     async def renew(self, rollout: str, ttl_s: float | None) -> asyncpg.Record:

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,11 +24,13 @@ from typing import Any
 import uvicorn
 from pydantic import SecretStr
 
+from megamcp import measures, metrics
 from megamcp.access.entrance import keys_wanted
 from megamcp.app import Gateway, create_app, prepare
 from megamcp.databases.clusters import OwnCluster
 from megamcp.errors import Conflict, Unavailable, Unprocessable
 from megamcp.http_protocol import Protocol
+from megamcp.logs import configure_logging
 from megamcp.peers import peer_door
 from megamcp.postgres import EmbeddedPostgres
 from megamcp.reload import reloading
@@ -45,7 +48,7 @@ READY = "megamcp is ready at"
 
 def serve(settings: Settings) -> None:
     """Blocks until SIGINT or SIGTERM. Raises `MegaMCPError` for what keeps the gateway from starting."""
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     for name, meant in unknown_variables(os.environ):
         near = f"did you mean {meant}?" if meant else "docs/settings.md lists those that there are."
         log.warning("there is no setting %s, and the variable says nothing; %s", name, near)
@@ -97,7 +100,8 @@ async def _serve(settings: Settings) -> None:
             if settings.workers == 1:
                 await _run_here(settings, listener)
             else:
-                await _Workers(settings, listener).run()
+                counts = stack.enter_context(tempfile.TemporaryDirectory(prefix="megamcp-metrics-"))
+                await _Workers(settings, listener, counts).run()
 
 
 def connections_needed(settings: Settings) -> int:
@@ -136,18 +140,6 @@ def listen(host: str, port: int, setting: str) -> socket.socket:
     listener.listen(2048)
     listener.setblocking(False)
     return listener
-
-
-def configure_logging(level: str) -> None:
-    """Lines on stderr. No secret is ever logged: DSNs, handles and keys are never arguments of a log call."""
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
-    for name in ("alembic", "uvicorn"):
-        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def _config(settings: Settings, listener: socket.socket) -> uvicorn.Config:
@@ -228,9 +220,11 @@ def address(listener: socket.socket) -> str:
 class _Workers:
     """Children on one listening socket."""
 
-    def __init__(self, settings: Settings, listener: socket.socket) -> None:
+    def __init__(self, settings: Settings, listener: socket.socket, counts: str) -> None:
         self._settings = settings
         self._listener = listener
+        self._counts = counts
+        """Folder of what they count."""
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -251,6 +245,7 @@ class _Workers:
             stop = asyncio.create_task(self._stopping.wait())
             await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
+            metrics.gone(child.pid, self._counts)
             if self._stopping.is_set():
                 await self._end(child, ended)
                 return
@@ -264,6 +259,7 @@ class _Workers:
         environment = {
             **os.environ,
             **_as_environment(self._settings),
+            measures.FOLDER: self._counts,
             "MEGAMCP_DATABASE_URL": self._settings.database_url.get_secret_value(),
         }
         # The pipe on stdin tells the worker when this process is gone, however it went.
@@ -305,7 +301,7 @@ def _text(value: Any) -> str:
 def worker() -> None:
     """A child of `_Workers`: serves on the socket that it inherited, until told or until its parent is gone."""
     settings = Settings()
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.setblocking(False)
 

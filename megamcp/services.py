@@ -17,6 +17,7 @@ from megamcp.databases.sources import Sources
 from megamcp.dataplane import Dataplane, Limits
 from megamcp.environments import Environments
 from megamcp.handles import Signer
+from megamcp.measures import Metrics
 from megamcp.oauth import Authorities
 from megamcp.points import Points
 from megamcp.queries import Queries
@@ -55,6 +56,7 @@ class Services:
     tender: Tender
     host: Host
     squasher: Squasher
+    metrics: Metrics
     stopping: asyncio.Event
 
 
@@ -102,7 +104,9 @@ async def start_services(
             targets=Targets(settings, signer, dsn, authorities.of),
             instance=instance,
         )
-        dataplane = await stack.enter_async_context(Dataplane(control, limits(settings)))
+        metrics = Metrics()
+        rollouts.told = metrics.rollouts
+        dataplane = await stack.enter_async_context(Dataplane(control, limits(settings), metrics))
         instance.on_cancel = dataplane.cancel
         instance.on_session = dataplane.session_said
         boxes.let_go = dataplane.let_go
@@ -126,6 +130,7 @@ async def start_services(
             if settings.relay_port:
                 await door.open()
             tasks += [asyncio.create_task(work.run()) for work in (reaper, squasher, keeper, tender)]
+            tasks.append(asyncio.create_task(metrics.run(dataplane, store.connections)))
             yield Services(
                 settings,
                 store,
@@ -143,6 +148,7 @@ async def start_services(
                 tender,
                 host,
                 squasher,
+                metrics,
                 stopping,
             )
         finally:

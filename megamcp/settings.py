@@ -225,6 +225,9 @@ class Settings(BaseSettings):
     tool_connections: int = Field(8, ge=1, description="PostgreSQL connections of each tool server process.")
     query_connections: int = Field(4, ge=1, description="PostgreSQL connections of each process for evaluators' SQL.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Form of the log's lines; docs/operate.md says what documents of `json` hold."
+    )
 
     @property
     def on_loopback(self) -> bool:

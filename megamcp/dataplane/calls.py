@@ -20,12 +20,13 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megamcp.dataplane import mirrored, rounds, wire
+from megamcp.dataplane import mirrored, rounds, watched, wire
 from megamcp.dataplane.gate import Gates
 from megamcp.dataplane.links import Environment, Environments, Route
 from megamcp.dataplane.patience import Patient
 from megamcp.dataplane.ports import ControlPort, Intent, Limits, RolloutView
 from megamcp.dataplane.protocol import Client, ToolCall, UpstreamLost, header_value
+from megamcp.dataplane.watched import Blind, Watcher
 from megamcp.dataplane.ways import Way
 from megamcp.errors import (
     AuthorizationRequired,
@@ -62,10 +63,13 @@ class CallRequest:
 class Calls:
     """Runs calls. Holds nothing about a rollout that has none in flight."""
 
-    def __init__(self, control: ControlPort, environments: Environments, limits: Limits) -> None:
+    def __init__(
+        self, control: ControlPort, environments: Environments, limits: Limits, watcher: Watcher | None = None
+    ) -> None:
         self._control = control
         self._environments = environments
         self._limits = limits
+        self._watcher = watcher or Blind()
         self._gates = Gates(limits.readers_per_rollout, limits.waiting_per_rollout)
         self._running = 0
         self._callers: set[asyncio.Task[Any]] = set()
@@ -76,12 +80,27 @@ class Calls:
     def in_flight(self) -> int:
         return self._running
 
+    @property
+    def waiting(self) -> int:
+        """Of those, calls that wait for their turn in their rollout."""
+        return self._gates.waiting
+
     async def call(self, rollout: RolloutView, request: CallRequest, client: Client | None = None) -> wire.Reply:
         """Runs one call to its end. A tool's own error is a reply, not an exception.
 
         Raises NotFound (no such tool), NoCapacity, DeadlineExceeded, UpstreamError, Unavailable, and what the
         control plane raises. Cancelling the task cancels the call, and returns when that is settled.
         """
+        doing = watched.begin_call(rollout.id)
+        try:
+            reply = await self._admitted(rollout, request, client)
+        except BaseException as error:
+            self._watcher.ended(doing, None, error)
+            raise
+        self._watcher.ended(doing, reply, None)
+        return reply
+
+    async def _admitted(self, rollout: RolloutView, request: CallRequest, client: Client | None) -> wire.Reply:
         if self._running >= self._limits.calls_in_flight:
             raise NoCapacity(f"{self._running} calls are in flight in this gateway process.")
         if (key := request.idempotency_key) is not None and ("\0" in key or not 0 < len(key.encode()) <= MAX_KEY_BYTES):
@@ -115,10 +134,14 @@ class Calls:
     async def _queued(self, rollout: RolloutView, request: CallRequest, client: Client | None) -> wire.Reply:
         view = await self._control.environment(rollout.environment_id)
         environment = self._environments.of(view)
+        doing = watched.current()
+        doing.environment = view.name
         started = asyncio.get_running_loop().time()
-        route = environment.known_route(request.call.name, rollout)
-        if route is None or not self._gates.enter_now(rollout.id, writes=_writes(route)):
-            route = await self._turn(rollout, environment, request.call.name, started)
+        with doing.queue:
+            route = environment.known_route(request.call.name, rollout)
+            if route is None or not self._gates.enter_now(rollout.id, writes=_writes(route)):
+                route = await self._turn(rollout, environment, request.call.name, started)
+        doing.server, doing.tool = route.server.name, route.tool.name
         own = route.server.call_timeout_s
         deadline = started + (self._limits.call_timeout_s if own is None else own)
         try:
@@ -174,9 +197,11 @@ class Calls:
                 async with asyncio.timeout_at(deadline):
                     upstream = await way.upstream()
                     if not route.server.own_database:
-                        return await upstream.call(call, handle=handle, client=client)
+                        with watched.current().upstream:
+                            return await upstream.call(call, handle=handle, client=client)
                     database = await self._control.database(rollout, route.server.name)
-                    answer = await upstream.call(call, handle=handle, database=database, client=client)
+                    with watched.current().upstream:
+                        answer = await upstream.call(call, handle=handle, database=database, client=client)
                     # In the journal before anybody is told: a state cluster may lose more than the journal does.
                     await self._record(rollout, handle, call, answer, began)
                     return answer
@@ -208,7 +233,9 @@ class Calls:
             remaining = deadline - asyncio.get_running_loop().time()
 
     async def _record(self, rollout: RolloutView, handle: str, call: ToolCall, reply: wire.Reply, began: float) -> None:
-        if not reply.failed:  # a refusal of the SDK: nothing was done
+        if reply.failed:  # a refusal of the SDK: nothing was done
+            return
+        with watched.current().journal:
             await self._control.record_call(
                 rollout,
                 handle,
@@ -227,7 +254,9 @@ class Calls:
         return reply
 
     async def _ended(self, rollout: RolloutView, handle: str, call: ToolCall, error: bytes | None) -> wire.Reply | None:
-        recorded = await self._control.end_call(rollout, handle, tool=call.name, arguments=call.arguments, error=error)
+        tool, arguments = call.name, call.arguments
+        with watched.current().journal:
+            recorded = await self._control.end_call(rollout, handle, tool=tool, arguments=arguments, error=error)
         if recorded is None:
             return None
         if (size := len(recorded.result)) > self._limits.response_bytes:
@@ -305,13 +334,15 @@ class Calls:
         client: Client | None,
     ) -> wire.Reply:
         way = route.way
-        intent = await self._control.call_intent(
-            rollout,
-            route.server.name,
-            tool=call.name,
-            arguments=call.arguments,
-            idempotency_key=request.idempotency_key,
-        )
+        journal = watched.current().journal
+        with journal:
+            intent = await self._control.call_intent(
+                rollout,
+                route.server.name,
+                tool=call.name,
+                arguments=call.arguments,
+                idempotency_key=request.idempotency_key,
+            )
         if intent.replayed is not None:
             return wire.result_as_reply(intent.replayed.result, intent.replayed.is_error)
         error: MegaMCPError
@@ -354,7 +385,8 @@ class Calls:
             if reply.failed:
                 result = wire.error_as_result(reply.body, wire.peek_error(reply.body)[1])
             try:
-                await self._control.call_outcome(intent, result, is_error, answered=True, sandbox=sandbox)
+                with journal:
+                    await self._control.call_outcome(intent, result, is_error, answered=True, sandbox=sandbox)
                 return reply
             except UpstreamError as gone:
                 error = gone
@@ -363,7 +395,8 @@ class Calls:
         raise error
 
     async def _fail(self, intent: Intent, error: MegaMCPError) -> None:
-        await self._control.call_outcome(intent, _as_result(error), True, answered=False)
+        with watched.current().journal:
+            await self._control.call_outcome(intent, _as_result(error), True, answered=False)
 
     # Endings that outlive their caller
 
@@ -394,16 +427,19 @@ async def _until_seen(
     way: Way, call: ToolCall, client: Client | None, deadline: float
 ) -> tuple[wire.Reply, str | None]:
     """Sends a call until a server has seen it, which happens at most once. Its answer, and the sandbox that gave it."""
+    clock = watched.current().upstream
     for _ in range(_UNSEEN_TRIES):
         upstream = await way.upstream()
         try:
-            return await upstream.call(call, client=client, deadline=deadline), upstream.sandbox
+            with clock:
+                return await upstream.call(call, client=client, deadline=deadline), upstream.sandbox
         except UpstreamLost as error:
             if error.sent or not way.comes_back:
                 raise
             await way.lost()
     upstream = await way.upstream()
-    return await upstream.call(call, client=client, deadline=deadline), upstream.sandbox
+    with clock:
+        return await upstream.call(call, client=client, deadline=deadline), upstream.sandbox
 
 
 class _Run:

@@ -205,6 +205,8 @@ class Child(ABC):
         self._starting: asyncio.Task[Running] | None = None
         self._watchers: set[asyncio.Task[None]] = set()
         self._failures = 0
+        self.starts = 0
+        """Lives that it has had."""
         self._not_before = 0.0
         self._closed = False
         self._printed = Printed(name, secrets)
@@ -324,6 +326,7 @@ class Child(ABC):
             running.kill("its start was given up")
             raise
         self._running = running
+        self.starts += 1
         log.info("tool server %s is ready (pid %d)", self.name, running.process.pid)
         return running
 

@@ -65,6 +65,11 @@ class Endpoint:
     def session_said(self, session: str, method: str, value: str) -> None:
         self._methods.session_said(session, method, value)
 
+    @property
+    def streams(self) -> int:
+        """Clients that listen now."""
+        return self._methods.listening.open
+
     def stop(self) -> None:
         """The gateway is about to stop: open streams end."""
         self._methods.listening.stop()

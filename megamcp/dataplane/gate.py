@@ -31,6 +31,11 @@ class Gates:
     def __len__(self) -> int:
         return len(self._gates)
 
+    @property
+    def waiting(self) -> int:
+        """Calls in all queues."""
+        return sum(len(gate.waiting) for gate in self._gates.values())
+
     def enter_now(self, rollout: str, *, writes: bool) -> bool:
         """Takes the turn if it is free. With True, a `leave` is owed."""
         gate = self._gates.get(rollout)

@@ -217,6 +217,10 @@ class LegacyUpstream:
     async def listen(self, wants: Mapping[str, object], client: Client, sink: Sink) -> None:
         await (await self._talk(client)).listen(wants, client, sink)
 
+    @property
+    def sessions(self) -> int:
+        return len(self._talks)
+
     def keeps(self, session: str) -> bool:
         return session in self._talks
 

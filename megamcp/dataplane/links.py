@@ -152,6 +152,16 @@ class Link:
         return "a process each" if isinstance(self._way, DedicatedServer) else self._way.state
 
     @property
+    def starts(self) -> int | None:
+        """How often its process was started; None where it is no child for all rollouts."""
+        return self._way.child.starts if isinstance(self._way, Supervised) else None
+
+    @property
+    def sessions(self) -> int:
+        """Sessions of clients that it keeps."""
+        return self._way.client.sessions if isinstance(self._way, Remote) else 0
+
+    @property
     def shared(self) -> bool:
         """Whether it says the same to all who listen, since it keeps no sessions apart."""
         return isinstance(self._way, Remote) and self._way.client.sessionless
@@ -413,6 +423,19 @@ class Environments:
             f"{one.view.name}@{one.view.version}": {name: link.state for name, link in one.links.items()}
             for one in self._known.values()
         }
+
+    def starts(self) -> dict[tuple[str, str], int]:
+        """How often the process of each server that all rollouts share was started, by environment and server."""
+        found: dict[tuple[str, str], int] = {}
+        for one in self._known.values():
+            for name, link in one.links.items():
+                if (starts := link.starts) is not None:
+                    found[one.view.name, name] = found.get((one.view.name, name), 0) + starts
+        return found
+
+    def sessions(self) -> int:
+        """Sessions of clients that servers keep."""
+        return sum(link.sessions for one in self._known.values() for link in one.links.values())
 
     async def end(self, environment_id: int, session: str) -> None:
         """A client's session is over."""

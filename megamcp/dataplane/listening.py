@@ -71,6 +71,8 @@ class Listening:
         self._changes: dict[Link, set[Sink]] = {}
         self._watching: dict[Link, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
+        self.open = 0
+        """Clients that listen now."""
 
     async def stand(
         self, environment: Environment, rollout: RolloutView, session: str, stream: EventStream, receive: Receive
@@ -208,9 +210,11 @@ class Listening:
     async def _until_over(self, receive: Receive) -> None:
         leaving = asyncio.create_task(_left(receive))
         stopping = asyncio.create_task(self._stopping.wait())
+        self.open += 1
         try:
             await asyncio.wait({leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self.open -= 1
             await _ended([leaving, stopping])
 
     # What belongs to one session

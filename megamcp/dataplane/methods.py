@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from megamcp.dataplane import clients, consent, eras, wire
+from megamcp.dataplane import clients, consent, eras, watched, wire
 from megamcp.dataplane.asgi import Disconnected, Receive
 from megamcp.dataplane.calls import CallRequest, Calls
 from megamcp.dataplane.features import Features, no_method
@@ -72,6 +72,7 @@ class Methods:
         if envelope.jsonrpc != "2.0":
             raise wire.RpcFailure(wire.INVALID_REQUEST, 'jsonrpc must be "2.0".', data={"code": "invalid_request"})
         method = envelope.method
+        watched.begin(request.rollout, request.id.decode("utf-8", "replace") if request.id else None)
         if method is None:
             self._answer(request, envelope)
             request.id = None
@@ -174,7 +175,7 @@ class Methods:
             raise NotFound(f"There is no rollout {rollout[:100]!r}.", code="rollout_not_found")
         find = self._control.rollout_for_call if for_call else self._control.rollout
         view = await find(rollout)
-        request.rollout = rollout
+        request.rollout = watched.current().rollout = rollout
         request.read = True
         return view
 

@@ -8,6 +8,7 @@ from megamcp.dataplane.endpoint import Endpoint
 from megamcp.dataplane.links import Environments
 from megamcp.dataplane.ports import ChildTarget, ControlPort, Limits
 from megamcp.dataplane.protocol import CHECK_DOCUMENT, ToolCall
+from megamcp.dataplane.watched import Watcher
 from megamcp.errors import BY_RPC, MegaMCPError, NotFound, Unprocessable, UpstreamError
 
 
@@ -18,11 +19,11 @@ class Dataplane:
     when they are first needed.
     """
 
-    def __init__(self, control: ControlPort, limits: Limits | None = None) -> None:
+    def __init__(self, control: ControlPort, limits: Limits | None = None, watcher: Watcher | None = None) -> None:
         limits = limits or Limits()
         self._control = control
         self._environments = Environments(control, limits)
-        self._calls = Calls(control, self._environments, limits)
+        self._calls = Calls(control, self._environments, limits, watcher)
         self._endpoint = Endpoint(control, self._environments, self._calls, limits)
 
     async def __aenter__(self) -> "Dataplane":
@@ -42,6 +43,31 @@ class Dataplane:
     def in_flight(self) -> int:
         """Calls that run or wait now."""
         return self._calls.in_flight
+
+    @property
+    def waiting(self) -> int:
+        """Of those, calls that wait for their turn in their rollout."""
+        return self._calls.waiting
+
+    @property
+    def streams(self) -> int:
+        """Clients that listen now: sessions' own streams, and subscriptions."""
+        return self._endpoint.streams
+
+    @property
+    def sessions(self) -> int:
+        """Sessions of clients that tool servers keep."""
+        return self._environments.sessions()
+
+    @property
+    def dedicated(self) -> int:
+        """Processes that serve one rollout each."""
+        return len(self._environments.dedicated)
+
+    @property
+    def starts(self) -> dict[tuple[str, str], int]:
+        """How often the process of each server that all rollouts share was started, by environment and server."""
+        return self._environments.starts()
 
     def cancel(self, rollout_id: str, session: str, request_id: str) -> bool:
         """For `ControlPort.cancel_elsewhere` of another process."""

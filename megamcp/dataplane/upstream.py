@@ -191,6 +191,11 @@ class HttpUpstream:
         """Whether all clients are one to the server, as far as is known."""
         return self._era is Era.MODERN or (self._shared is not None and self._shared.id is None)
 
+    @property
+    def sessions(self) -> int:
+        """Sessions of clients that the server keeps."""
+        return len(self._sessions)
+
     def keeps(self, session: str) -> bool:
         """Whether the server has a session of this name."""
         return session in self._sessions

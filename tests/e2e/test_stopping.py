@@ -9,6 +9,20 @@ import pytest
 from tests.e2e.test_kill import Fortress, free_port
 
 
+async def any_worker_tells_of_all(url: str) -> None:
+    """Each of many requests, on connections of their own that the workers share out, is counted for each scrape."""
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(url, connector=connector) as http:
+        for _ in range(20):
+            async with http.post("/v1/rollouts", json={"environment": "ledger"}) as answer:
+                assert answer.status == 201
+        for _ in range(20):
+            async with http.get("/metrics") as answer:
+                told = await answer.text()
+            assert 'megamcp_rollout_events_total{environment="ledger",event="opened"} 21.0' in told
+            assert "megamcp_rollouts_open 21.0" in told
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_call_that_outlasts_the_gateway_is_told_so(scratch_folder: Path, workers: int) -> None:
@@ -22,6 +36,7 @@ async def test_a_call_that_outlasts_the_gateway_is_told_so(scratch_folder: Path,
         async with aiohttp.ClientSession(castle.url) as http:
             async with http.post("/v1/rollouts", json={"environment": "ledger"}) as answer:
                 rollout = (await answer.json())["rollouts"][0]["id"]
+            await any_worker_tells_of_all(castle.url)
             arguments = {"key": "x"}
             call = {"tool": "hang", "arguments": arguments}
             message = {

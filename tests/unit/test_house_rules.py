@@ -190,6 +190,12 @@ def test_all_is_exactly_the_public_surface(name: str) -> None:
     assert imported <= set(module.__all__), "imported in __init__ and not offered"
 
 
+def test_the_page_of_metrics_is_made_from_what_is_measured() -> None:
+    page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
+    generated = runpy.run_path(str(ROOT / "docs" / "generate_metrics.py"))["page"](page)
+    assert page == generated, "run: python docs/generate_metrics.py"
+
+
 def test_every_setting_is_documented_as_it_is() -> None:
     generated = runpy.run_path(str(ROOT / "docs" / "generate_settings.py"))["page"]()
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == generated, (
