@@ -36,6 +36,7 @@ _TAIL_LINES = 40
 _LINE_BYTES = 2000
 _PRINTED_PER_S = 256 * 1024
 _LAST_WORDS_S = 0.2
+_OWN_VARIABLES = ("MEGAMCP_", "PROMETHEUS_MULTIPROC_DIR")
 _DYING_S = 0.5
 _FOLDER_PREFIX = "megamcp-sockets-"
 
@@ -449,5 +450,6 @@ def _retrieve(task: asyncio.Task[Running]) -> None:
 
 
 def _inherited() -> dict[str, str]:
-    """The gateway's environment without its own settings: they hold the database's and the API's secrets."""
-    return {name: value for name, value in os.environ.items() if not name.upper().startswith("MEGAMCP_")}
+    """The gateway's environment without its own settings: they hold the database's and the API's secrets. What a server
+    counts is not the gateway's either."""
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith(_OWN_VARIABLES)}
