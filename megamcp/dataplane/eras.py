@@ -35,6 +35,8 @@ _READ = _ROUTING | {
     b"last-event-id",
     b"mcp-session-id",
     b"origin",
+    b"traceparent",
+    b"tracestate",
     b"x-rollout-id",
 }
 

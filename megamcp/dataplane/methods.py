@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from megamcp.dataplane import clients, consent, eras, watched, wire
+from megamcp.dataplane import clients, consent, eras, tracing, watched, wire
 from megamcp.dataplane.asgi import Disconnected, Receive
 from megamcp.dataplane.calls import CallRequest, Calls
 from megamcp.dataplane.features import Features, no_method
@@ -89,6 +89,16 @@ class Methods:
             request.meta = eras.check_modern(request.head, method, params)
             if method in _HANDSHAKE_ONLY:
                 raise no_method(method)
+        if not tracing.wanted():
+            return await self._answered(request, envelope, method, tracing.passed_on(request, params))
+        with tracing.span(request, method, params) as (made, params):
+            reply = await self._answered(request, envelope, method, params)
+            tracing.end(made, reply, call=method == "tools/call")
+            return reply
+
+    async def _answered(
+        self, request: Request, envelope: wire.Envelope, method: str, params: dict[str, msgspec.Raw]
+    ) -> wire.Reply | None:
         if method == "tools/call":
             return await self._call(request, params)
         environment, rollout = await self._environment(request, opens=method == "initialize")

@@ -75,6 +75,13 @@ async def regional(region: Annotated[str, Field(json_schema_extra={"x-mcp-header
 
 
 @server.tool()
+async def trace(context: Context) -> dict[str, str]:
+    """The trace that the call came with."""
+    meta = context.request_context.meta or {}
+    return {name: str(value) for name, value in meta.items() if name.startswith("trace")}
+
+
+@server.tool()
 async def broken() -> str:
     """Raises."""
     raise ValueError("it broke")
