@@ -266,7 +266,7 @@ async def test_a_list_may_be_cut_into_pages(serve, make_child):
             cursor = result.get("nextCursor")
             if cursor is None:
                 break
-        assert len(names) == len(set(names)) == 10
+        assert len(names) == len(set(names)) == 11
 
 
 async def test_annotated_arguments_are_mirrored_into_headers(gateway, rollout):
