@@ -1,4 +1,4 @@
-"""What works on this machine, found out by trying it: PostgreSQL, shared blocks, the runtimes of sandboxes.
+"""What works on this machine, found out by trying it: PostgreSQL, shared blocks, the runtimes of sandboxes, traces.
 
 Changes nothing: what is made for a trial is in folders of its own beside the real ones, and goes with it. Where a
 gateway runs already, its keeper may be another user's and know better: name it in MEGAMCP_SANDBOX_SOCKET.
@@ -7,6 +7,7 @@ gateway runs already, its keeper may be another user's and know better: name it 
 import asyncio
 import errno
 import fcntl
+import importlib.metadata
 import os
 import tempfile
 from collections.abc import AsyncIterator
@@ -42,7 +43,7 @@ async def examine(settings: Settings) -> list[Finding]:
     found = [await _postgres(settings), *[await _cluster(url.get_secret_value()) for url in settings.state_urls]]
     found.append(_reflink("shared blocks of databases", settings.state_dir or settings.data_dir / "state"))
     found.append(_reflink("shared blocks of sandboxes", settings.sandbox_dir or settings.data_dir / "sandboxes"))
-    return found + await _runtimes(settings)
+    return [*found, *await _runtimes(settings), _traces()]
 
 
 async def _postgres(settings: Settings) -> Finding:
@@ -92,6 +93,20 @@ def _reflink(name: str, folder: Path) -> Finding:
             "Put it on XFS with reflink or on btrfs (MEGAMCP_STATE_DIR, MEGAMCP_SANDBOX_DIR).",
         )
     return Finding(name, True, f"{place} shares blocks between copies")
+
+
+def _traces() -> Finding:
+    """Whether spans can go anywhere: the gateway brings OpenTelemetry's interface and no more."""
+    try:
+        sdk = importlib.metadata.version("opentelemetry-sdk")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            "traces",
+            False,
+            "OpenTelemetry's SDK is not installed; no spans are made",
+            "See docs/operate.md, if you want them.",
+        )
+    return Finding("traces", True, f"OpenTelemetry's SDK {sdk}, when the gateway is started under it")
 
 
 def _existing(folder: Path) -> Path:

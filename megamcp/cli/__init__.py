@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megamcp import __version__
-from megamcp.cli import checkpoints, doctoring, environments, keys, rollouts, serving
+from megamcp.cli import checkpoints, doctoring, environments, keys, rollouts, serving, watching
 from megamcp.cli.output import Json, Output, talks_to_gateway
 from megamcp.cli.trees import tree
 
@@ -30,6 +30,7 @@ app.add_typer(rollouts.app, name="rollout")
 app.add_typer(checkpoints.app, name="checkpoint")
 app.add_typer(keys.app, name="key")
 app.command()(talks_to_gateway(tree))
+app.command()(talks_to_gateway(watching.top))
 
 
 @app.command()

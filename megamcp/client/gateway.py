@@ -70,6 +70,10 @@ class Client:
         await self._leases.stop()
         await self._transport.close()
 
+    async def metrics(self) -> str:
+        """What the gateway tells Prometheus, as text."""
+        return (await self._transport.send("GET", "/metrics", repeatable=True)).text
+
     # -- environments -------------------------------------------------------------------------------------------
 
     async def environments(self) -> list[t.Environment]:

@@ -1,5 +1,9 @@
 """`/metrics`, and the bundled environments on a gateway by the public fixture."""
 
+import asyncio
+import json
+import sys
+
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -67,3 +71,19 @@ def test_a_server_that_lists_ever_new_tools_makes_no_more_than_so_many_series() 
     tools = {sample.labels["tool"] for sample in found if "tool" in sample.labels}
     assert len(tools) == 2001
     assert "other" in tools
+
+
+async def test_top_tells_scripts_in_one_document_and_people_in_a_table(gateway: Gateway) -> None:
+    command = [sys.executable, "-m", "megamcp", "top", "--once", "--interval", "0.1", "--url", gateway.url]
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+        await http.post("/v1/rollouts", json={"environment": "retail", "count": 2})
+    said = []
+    for options in (["--json"], []):
+        process = await asyncio.create_subprocess_exec(*command, *options, stdout=asyncio.subprocess.PIPE)
+        text, _ = await process.communicate()
+        assert process.returncode == 0
+        said.append(text.decode())
+    told = json.loads(said[0])
+    assert (told["rollouts_open"], told["database_up"], told["tools"]) == (2, True, [])
+    assert "0.0 calls/s" in said[1]
+    assert "2 rollouts" in said[1]

@@ -24,7 +24,7 @@ from megamcp.serve import _serve, demand_key
 from megamcp.settings import Settings, unknown_variables
 
 COMMANDS = [
-    *(["serve"], ["demo"], ["tool-server"], ["tree"], ["version"], ["doctor"]),
+    *(["serve"], ["demo"], ["tool-server"], ["tree"], ["top"], ["version"], ["doctor"]),
     *(["env", name] for name in ("list", "show", "load")),
     *(["key", name] for name in ("create", "list", "revoke")),
     *(["checkpoint", name] for name in ("show", "pin", "unpin", "renew", "release")),
