@@ -108,7 +108,8 @@ async def test_an_environment_of_a_tenants_is_there_for_it_alone(guarded: Guarde
         headers={"accept": "application/json, text/event-stream"},
     )
     assert answer.json()["error"]["data"]["code"] == "environment_not_found"
-    assert "private" not in (await guarded.rest(None).http.get("/readyz")).text
+    for path in ("/readyz", "/metrics"):
+        assert "private" not in (await guarded.rest(None).http.get(path)).text
 
 
 async def test_live_rollouts_of_a_key_are_counted_exactly_over_all_gateways(guarded: Guarded) -> None:
