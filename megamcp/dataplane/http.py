@@ -213,7 +213,10 @@ class Response(asyncio.Protocol):
         self.status, self.fields = 0, {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.fields[name.lower()] = value
+        key = name.lower()
+        if key == b"www-authenticate" and key in self.fields:
+            value = self.fields[key] + b", " + value  # a list that may come in parts
+        self.fields[key] = value
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ from megamcp.dataplane.ports import (
 from megamcp.dataplane.protocol import About, Client, UpstreamLost
 from megamcp.dataplane.ways import Remote, Supervised, Way
 from megamcp.errors import BadRequest, DeadlineExceeded, MegaMCPError, NotFound, UpstreamError
+
+log = logging.getLogger(__name__)
 
 _MOST_PAGES = 100
 
@@ -218,7 +221,11 @@ class Link:
             try:
                 page = msgspec.json.decode(reply.body, type=_ToolsPage)
                 for text in page.tools:
-                    tool = _tool(bytes(text))
+                    try:
+                        tool = _tool(bytes(text), mirrors=upstream.modern)
+                    except mirrored.Invalid as reason:  # 2026-07-28: a client leaves such a tool out
+                        log.warning("a tool of server %s is left out: %s", self.server.name, reason)
+                        continue
                     tools.setdefault(tool.name, tool)
             except msgspec.DecodeError as error:
                 raise UpstreamError(
@@ -244,10 +251,11 @@ class Link:
             await self._way.aclose()
 
 
-def _tool(text: bytes) -> Tool:
+def _tool(text: bytes, *, mirrors: bool) -> Tool:
+    """`mirrors`: its server is of the revision that has headers for arguments. Raises mirrored.Invalid."""
     head = msgspec.json.decode(text, type=_ToolHead)
     read_only = head.annotations is not None and head.annotations.readOnlyHint is True
-    return Tool(head.name, text, read_only, mirrored.parameters(head.inputSchema))
+    return Tool(head.name, text, read_only, mirrored.parameters(head.inputSchema) if mirrors else ())
 
 
 @dataclass(frozen=True, slots=True)

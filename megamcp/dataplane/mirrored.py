@@ -32,14 +32,18 @@ class Mismatch(Exception):
     """A header and an argument disagree; the text says which."""
 
 
+class Invalid(ValueError):
+    """The annotations of a schema break the rules; the text says how."""
+
+
 def parameters(schema: msgspec.Raw) -> tuple[MirroredParameter, ...]:
-    """The annotated properties of an input schema. A schema that breaks the rules has none."""
+    """The annotated properties of an input schema. Raises `Invalid`."""
     if b"x-mcp-header" not in bytes(schema):
         return ()
     found: list[MirroredParameter] = []
     _walk(msgspec.json.decode(schema), (), found)
     if len({entry.header.lower() for entry in found}) != len(found):
-        return ()
+        raise Invalid("two parameters have one header")
     return tuple(found)
 
 
@@ -50,7 +54,11 @@ def _walk(schema: Any, path: tuple[str, ...], found: list[MirroredParameter]) ->
     for name, inner in properties.items():
         if isinstance(inner, dict):
             token, kind = inner.get("x-mcp-header"), inner.get("type")
-            if isinstance(token, str) and _TOKEN.fullmatch(token) and kind in _PRIMITIVE:
+            if "x-mcp-header" in inner:
+                if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+                    raise Invalid(f"the header of {name!r} has no name that HTTP can carry")
+                if kind not in _PRIMITIVE:
+                    raise Invalid(f"{name!r} has a header and is no string, integer or boolean")
                 found.append(MirroredParameter((*path, name), f"Mcp-Param-{token}", kind))
             _walk(inner, (*path, name), found)
 

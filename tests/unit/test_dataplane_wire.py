@@ -24,6 +24,25 @@ SCHEMA = {
 WANTED = mirrored.parameters(msgspec.Raw(json.dumps(SCHEMA).encode()))
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"type": "string", "x-mcp-header": ""},
+        {"type": "string", "x-mcp-header": "a b"},
+        {"type": "string", "x-mcp-header": "größe"},
+        {"type": "string", "x-mcp-header": None},
+        {"type": "number", "x-mcp-header": "A"},
+        {"type": "array", "x-mcp-header": "A"},
+        {"type": "string", "x-mcp-header": "REGION"},
+    ],
+    ids=str,
+)
+def test_annotations_that_break_the_rules_are_told(broken):
+    schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "more": broken}}
+    with pytest.raises(mirrored.Invalid):
+        mirrored.parameters(msgspec.Raw(json.dumps(schema).encode()))
+
+
 @given(st.binary(max_size=30).map(lambda text: json.dumps(text.decode("latin-1")).encode()), st.text(max_size=5))
 def test_every_result_keeps_its_bytes_in_an_envelope(result, name):
     message = wire.result_message(wire.encode(name), result)
