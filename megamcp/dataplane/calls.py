@@ -23,7 +23,7 @@ from typing import Any
 from megamcp.dataplane import mirrored, rounds, watched, wire
 from megamcp.dataplane.gate import Gates
 from megamcp.dataplane.links import Environment, Environments, Route
-from megamcp.dataplane.patience import Patient
+from megamcp.dataplane.patience import patient
 from megamcp.dataplane.ports import ControlPort, Intent, Limits, RolloutView
 from megamcp.dataplane.protocol import Client, ToolCall, UpstreamLost, header_value
 from megamcp.dataplane.watched import Blind, Watcher
@@ -149,7 +149,7 @@ class Calls:
             if route.server.exactly_once:
                 return await self._exactly_once(rollout, route, call, request, deadline, client)
             if not route.server.journaled:
-                return await self._unrecorded(route, call, request, deadline, client)
+                return await self._unrecorded(rollout, route, call, request, deadline, client)
             return await self._at_most_once(rollout, route, call, request, deadline, client)
         finally:
             self._gates.leave(rollout.id, writes=_writes(route))
@@ -270,7 +270,13 @@ class Calls:
     # Without a journal
 
     async def _unrecorded(
-        self, route: Route, call: ToolCall, request: CallRequest, deadline: float, client: Client | None
+        self,
+        rollout: RolloutView,
+        route: Route,
+        call: ToolCall,
+        request: CallRequest,
+        deadline: float,
+        client: Client | None,
     ) -> wire.Reply:
         if request.idempotency_key is not None:
             raise BadRequest(
@@ -279,16 +285,29 @@ class Calls:
                 hint='Leave the key out, or take journal = "none" out of the environment.',
             )
         try:
-            async with asyncio.timeout_at(deadline) as scope:
-                patient = Patient(client, scope) if client is not None else None
-
-                async def send(more: rounds.More) -> wire.Reply:
-                    return (await _until_seen(route.way, rounds.with_more(call, more), patient, deadline))[0]
-
-                return await rounds.settled(send, patient)
+            return (await self._exchanged(rollout, route, call, deadline, client))[0]
         except TimeoutError:
             route.way.seems_stuck()
             raise _too_late(call, route, "what it had done until then stays") from None
+
+    async def _exchanged(
+        self, rollout: RolloutView, route: Route, call: ToolCall, deadline: float, client: Client | None
+    ) -> tuple[wire.Reply, str | None]:
+        """The answer to a call, after what its server asked the client for; and the sandbox that gave it.
+
+        Raises TimeoutError at the deadline. A call that waits for its client gives up its turn meanwhile.
+        """
+        sandbox: str | None = None
+        async with asyncio.timeout_at(deadline) as scope:
+            with patient(client, scope, lambda away: self._gates.away(rollout.id, away=away)) as asker:
+
+                async def send(more: rounds.More) -> wire.Reply:
+                    nonlocal sandbox
+                    answer, sandbox = await _until_seen(route.way, rounds.with_more(call, more), asker, deadline)
+                    return answer
+
+                reply = await rounds.settled(send, asker)
+        return reply, sandbox
 
     # At most once
 
@@ -346,20 +365,11 @@ class Calls:
         if intent.replayed is not None:
             return wire.result_as_reply(intent.replayed.result, intent.replayed.is_error)
         error: MegaMCPError
-        sandbox: str | None = None
         try:
             if run.cancelled:
                 raise asyncio.CancelledError
             run.exchanging = True
-            async with asyncio.timeout_at(deadline) as scope:
-                patient = Patient(client, scope) if client is not None else None
-
-                async def send(more: rounds.More) -> wire.Reply:
-                    nonlocal sandbox
-                    answer, sandbox = await _until_seen(way, rounds.with_more(call, more), patient, deadline)
-                    return answer
-
-                reply = await rounds.settled(send, patient)
+            reply, sandbox = await self._exchanged(rollout, route, call, deadline, client)
             run.exchanging = False
         except TimeoutError:
             ended = way.seems_stuck()

@@ -14,7 +14,7 @@ import msgspec
 
 from megamcp.dataplane import messages, rounds, wire
 from megamcp.dataplane.links import Environment, Link
-from megamcp.dataplane.patience import Patient
+from megamcp.dataplane.patience import patient
 from megamcp.dataplane.ports import Limits, RolloutView
 from megamcp.dataplane.protocol import Client, UpstreamLost
 from megamcp.errors import DeadlineExceeded, NotFound
@@ -99,19 +99,19 @@ class Features:
         way = link.way(rollout)
         try:
             async with asyncio.timeout(link.server.call_timeout_s or self._limits.call_timeout_s) as scope:
-                patient = Patient(client, scope)
+                with patient(client, scope) as asker:
 
-                async def send(more: rounds.More) -> wire.Reply:
-                    upstream = await way.upstream()
-                    if upstream.modern and method in _SESSIONS_OWN:
-                        return wire.Reply(b"{}")  # `listening` and `methods` keep it
-                    return await upstream.request(method, {**params, **more}, patient)
+                    async def send(more: rounds.More) -> wire.Reply:
+                        upstream = await way.upstream()
+                        if upstream.modern and method in _SESSIONS_OWN:
+                            return wire.Reply(b"{}")  # `listening` and `methods` keep it
+                        return await upstream.request(method, {**params, **more}, asker)
 
-                try:
-                    return await rounds.settled(send, patient)
-                except UpstreamLost:  # asking twice does no harm
-                    await way.lost()
-                    return await rounds.settled(send, patient)
+                    try:
+                        return await rounds.settled(send, asker)
+                    except UpstreamLost:  # asking twice does no harm
+                        await way.lost()
+                        return await rounds.settled(send, asker)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"Tool server {link.server.name!r} did not answer {method} in time.", code="tool_server_timeout"

@@ -76,6 +76,14 @@ class Gates:
             gate.readers -= 1
         self._wake(rollout, gate)
 
+    def away(self, rollout: str, *, away: bool) -> None:
+        """A reader's call waits for its client, who may need others of its calls to answer; and is back, whatever the
+        bound."""
+        if away:
+            self.leave(rollout, writes=False)
+        else:
+            self._gates.setdefault(rollout, _Gate()).readers += 1
+
     def _admit(self, gate: _Gate, writes: bool) -> bool:
         if gate.writing or (gate.readers if writes else gate.readers >= self._readers):
             return False

@@ -100,6 +100,17 @@ async def test_a_broken_stream_is_resumed_at_another_process(pair):
             assert (await event(rest, None))["id"] == 8
 
 
+async def test_calls_that_wait_for_their_client_keep_no_other_call_from_its_turn(pair):
+    one, _, rollout = pair
+    path = f"/r/{rollout}/mcp"
+    call = {"name": "test_input_required_result_elicitation", "arguments": {}}
+    for _ in range(here.LIMITS.readers_per_rollout + 1):
+        answer = await one.modern(path, "tools/call", call, meta=META)
+        assert answer.json["result"]["resultType"] == "input_required"
+    answer = await one.modern(path, "tools/call", {"name": "test_simple_text", "arguments": {}}, meta=META)
+    assert answer.json["result"]["resultType"] == "complete"
+
+
 async def test_what_went_with_its_process_is_told(pair):
     _, two, rollout = pair
     call = {"name": "test_simple_text", "arguments": {}, "requestState": "io.megamcp/call:33333333-gone"}
