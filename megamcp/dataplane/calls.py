@@ -26,6 +26,7 @@ from megamcp.dataplane.links import Environment, Environments, Route
 from megamcp.dataplane.patience import patient
 from megamcp.dataplane.ports import ControlPort, Intent, Limits, RolloutView
 from megamcp.dataplane.protocol import Client, ToolCall, UpstreamLost, header_value
+from megamcp.dataplane.unanswered import as_result, too_late, with_tail
 from megamcp.dataplane.watched import Blind, Watcher
 from megamcp.dataplane.ways import Way
 from megamcp.errors import (
@@ -207,9 +208,9 @@ class Calls:
                     return answer
             except TimeoutError:
                 way.seems_stuck()
-                return await self._settle(rollout, handle, call, _too_late(call, route, "nothing of it was kept"))
+                return await self._settle(rollout, handle, call, too_late(call, route, "nothing of it was kept"))
             except UpstreamLost as error:
-                lost = _with_tail(error, way)
+                lost = with_tail(error, way)
                 unseen, deaths = (unseen, deaths + 1) if error.sent else (unseen + 1, deaths)
                 if deaths > 1 or unseen > _UNSEEN_TRIES:
                     return await self._settle(rollout, handle, call, lost)
@@ -248,7 +249,7 @@ class Calls:
 
     async def _settle(self, rollout: RolloutView, handle: str, call: ToolCall, error: MegaMCPError) -> wire.Reply:
         """The result of a call without an answer if it did commit one; else `error` is recorded and raised."""
-        reply = await self._ended(rollout, handle, call, _as_result(error))
+        reply = await self._ended(rollout, handle, call, as_result(error))
         if reply is None:
             raise error
         return reply
@@ -288,7 +289,7 @@ class Calls:
             return (await self._exchanged(rollout, route, call, deadline, client))[0]
         except TimeoutError:
             route.way.seems_stuck()
-            raise _too_late(call, route, "what it had done until then stays") from None
+            raise too_late(call, route, "what it had done until then stays") from None
 
     async def _exchanged(
         self, rollout: RolloutView, route: Route, call: ToolCall, deadline: float, client: Client | None
@@ -373,7 +374,7 @@ class Calls:
             run.exchanging = False
         except TimeoutError:
             ended = way.seems_stuck()
-            error = _too_late(
+            error = too_late(
                 call,
                 route,
                 "since it did not heed that, its process was ended with it, and what that had in memory"
@@ -381,19 +382,19 @@ class Calls:
                 else "what it had done until then stays",
             )
         except UpstreamLost as lost:
-            error = _with_tail(lost, way)
+            error = with_tail(lost, way)
         except asyncio.CancelledError:
             error = Cancelled("The call was cancelled.")
         except AuthorizationRequired as required:
             run.exchanging = False
-            await self._control.call_refused(intent, _as_result(required))
+            await self._control.call_refused(intent, as_result(required))
             raise
         except MegaMCPError as other:
             error = other
         else:
             result, is_error = reply.body, reply.failed or wire.is_tool_error(reply.body)
             if reply.failed:
-                result = wire.error_as_result(reply.body, wire.peek_error(reply.body)[1])
+                result = wire.erroras_result(reply.body, wire.peek_error(reply.body)[1])
             try:
                 with journal:
                     await self._control.call_outcome(intent, result, is_error, answered=True, sandbox=sandbox)
@@ -406,7 +407,7 @@ class Calls:
 
     async def _fail(self, intent: Intent, error: MegaMCPError) -> None:
         with watched.current().journal:
-            await self._control.call_outcome(intent, _as_result(error), True, answered=False)
+            await self._control.call_outcome(intent, as_result(error), True, answered=False)
 
     # Endings that outlive their caller
 
@@ -483,21 +484,3 @@ def _addressed(request: CallRequest, route: Route) -> ToolCall:
             (header, header_value(text)) for header, text in mirrored.headers_for(tool.mirrored, call.arguments)
         )
     return ToolCall(tool.name, call.arguments, call.meta, call.modern, call.more, headers, call.progress_token)
-
-
-def _too_late(call: ToolCall, route: Route, end: str) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"Tool {call.name!r} of server {route.server.name!r} did not answer before its deadline; it was ended: {end}.",
-        hint="Call it with less to do, or raise MEGAMCP_CALL_TIMEOUT_S.",
-    )
-
-
-def _with_tail(error: UpstreamLost, way: Way) -> UpstreamLost:
-    """A dead child's own last words are the best explanation there is."""
-    if not (tail := way.tail):
-        return error
-    return UpstreamLost(error.message, sent=error.sent, code=error.code, hint=f"It printed last: {tail[-500:]}")
-
-
-def _as_result(error: MegaMCPError) -> bytes:
-    return wire.error_as_result(wire.error_object(wire.RpcFailure.of(error)), error.message)
