@@ -394,7 +394,7 @@ class Calls:
         else:
             result, is_error = reply.body, reply.failed or wire.is_tool_error(reply.body)
             if reply.failed:
-                result = wire.erroras_result(reply.body, wire.peek_error(reply.body)[1])
+                result = wire.error_as_result(reply.body, wire.peek_error(reply.body)[1])
             try:
                 with journal:
                     await self._control.call_outcome(intent, result, is_error, answered=True, sandbox=sandbox)
