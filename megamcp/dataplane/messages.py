@@ -178,6 +178,12 @@ def is_log(message: bytes) -> bool:
     return b'"notifications/message"' in message and wire.read_envelope(message).method == "notifications/message"
 
 
+def is_acknowledgement(message: bytes) -> bool:
+    """Whether a notification says that a subscription has begun."""
+    method = "notifications/subscriptions/acknowledged"
+    return method.encode() in message and wire.read_envelope(message).method == method
+
+
 def is_change(message: bytes) -> bool:
     """Whether a notification says that a list or a resource has changed."""
     if b"list_changed" not in message and b"resources/updated" not in message:

@@ -406,6 +406,8 @@ class StdioUpstream:
         """A notification that names no request: for who listens, or else for who has a request open."""
         if envelope.method == "notifications/tools/list_changed" and self._list_changed is not None:
             self._list_changed()
+        if envelope.method == "notifications/subscriptions/acknowledged":
+            return
         if envelope.method == "notifications/cancelled":
             wanted = wire.read_members(envelope.params, "params").get("requestId", wire.ABSENT)
             if (task := self._asking.get(bytes(wanted))) is not None:

@@ -396,7 +396,12 @@ class HttpUpstream:
         number = str(next(self._ids)).encode()
         fields = b"%bMcp-Method: subscriptions/listen\r\n" % self._modern
         params = messages.for_modern({"notifications": wants}, client)
-        post = Post(number, fields, client=_Listener(client, sink))
+
+        async def said(message: bytes) -> None:
+            if not messages.is_acknowledgement(message):  # what was agreed on is between the server and us
+                await sink(message)
+
+        post = Post(number, fields, client=_Listener(client, said))
         await self._hearing.reply(post, messages.request(number, "subscriptions/listen", params))
 
     async def _hear(self, wants: Mapping[str, object], client: Client, sink: Sink) -> None:
