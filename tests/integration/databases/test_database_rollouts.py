@@ -43,7 +43,8 @@ async def test_a_fork_that_meets_the_release_of_its_checkpoint_has_what_that_had
     await shop.checkpoint(rollout)
     fork = new_id("ro")
     async with services.store.transaction() as connection:  # a fork that has not committed yet
-        await connection.fetch(store.FORK, [fork], point["id"], new_id("gr"), [None], {}, timedelta(minutes=5))
+        values = ([fork], point["id"], new_id("gr"), [None], {}, timedelta(minutes=5), None, None)
+        await connection.fetch(store.FORK, *values)
         await services.rollouts.release_checkpoint(point["id"])
         await services.keeper.once()
     assert await stock(shop, fork) == 1

@@ -127,8 +127,15 @@ async def house(base_image: str, postgres_dsn: str, tmp_path_factory: pytest.Tem
             gateway_on(dsn, sandbox_socket=keeper.socket, call_timeout_s=PATIENCE_S)
         )
         yield House(running, way, dsn, keeper.socket)
-    label = f"label=megamcp.keeper={hashlib.sha256((top / 'keeper' / 'name').read_bytes()).hexdigest()[:12]}"
-    assert docker("ps", "-aq", "--filter", label) == ""
+        # Containers of rollouts that are open would wait for the next gateway.
+        await way.there()
+        services = running.gateway.services
+        for row in await services.store.rows("select id from megamcp.rollouts where status = 'open'"):
+            await services.rollouts.close(row["id"])
+        label = f"label=megamcp.keeper={hashlib.sha256((top / 'keeper' / 'name').read_bytes()).hexdigest()[:12]}"
+        async with asyncio.timeout(60):
+            while docker("ps", "-aq", "--filter", label):
+                await asyncio.sleep(0.5)
     if images := docker("images", "-q", "--filter", label).split():  # of checkpoints, which nobody has given up
         docker("rmi", "--force", *images)
 
