@@ -285,15 +285,14 @@ class Held:
         call.client.stream = None
         token = named(self._peer)
         self._calls[token] = call
-        call.task.add_done_callback(lambda _: self._forget_later(token))
+        call.task.add_done_callback(lambda task: self._ended(token, task))
         return wire.Reply(
             wire.encode({"resultType": "input_required", "inputRequests": questions, "requestState": HELD + token})
         )
 
-    def _forget_later(self, token: str) -> None:
+    def _ended(self, token: str, task: "asyncio.Task[wire.Reply]") -> None:
+        """Its result waits a while. That it failed is in the journal; nobody need come for it."""
+        if not task.cancelled():
+            task.exception()
         if token in self._calls:
-            asyncio.get_running_loop().call_later(_SAID_S, self._forget, token)
-
-    def _forget(self, token: str) -> None:
-        if (call := self._calls.pop(token, None)) is not None and call.task.done() and not call.task.cancelled():
-            call.task.exception()
+            asyncio.get_running_loop().call_later(_SAID_S, self._calls.pop, token, None)
