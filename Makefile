@@ -7,12 +7,13 @@ export PYTHONDONTWRITEBYTECODE :=
 RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 SECONDS ?= 600
+ROUNDS ?= 2500
 CORES ?= $(shell getconf _NPROCESSORS_ONLN)
 # Tests wait for other processes for much of their time. Files are taken in their order: the long ones are in tests/e2e,
 # and one of them at the end would run alone.
 WORKERS ?= $(shell expr $(CORES) + 1)
 
-.PHONY: install demo serve test lint format typecheck bench check conformance fuzz soak clean
+.PHONY: install demo serve test lint format typecheck bench check conformance chaos fuzz soak clean
 
 install: $(DEV_STAMP)
 
@@ -51,6 +52,10 @@ check: lint typecheck test
 
 conformance: $(DEV_STAMP)
 	$(BIN)/python -m tests.conformance
+
+# ROUNDS opens and closes of each of four kinds, so 10,000 of them.
+chaos: $(DEV_STAMP)
+	CHAOS_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/integration/dataplane/test_chaos.py
 
 bench: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.gateway

@@ -133,7 +133,8 @@ class Ear:
             while (chunk := await response.next_chunk()) is not None:
                 for data in reader.feed(chunk):
                     heard = True
-                    await self._exchanger.aside(self._exchanger.parse(data), data, post)
+                    with contextlib.suppress(UpstreamError):  # what is no message is passed over
+                        await self._exchanger.aside(self._exchanger.parse(data), data, post)
         finally:
             response.release()
         return reader, heard

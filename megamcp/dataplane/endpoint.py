@@ -101,6 +101,9 @@ class Endpoint:
             log.exception("a bug in the MCP endpoint")
             failure = wire.RpcFailure(wire.INTERNAL_ERROR, "Internal error.", status=500, data={"code": "internal"})
             await self._refuse(request, failure, send)
+        finally:
+            if request is not None and request.stream is not None:
+                request.stream.close()
 
     # HTTP
 
@@ -201,7 +204,11 @@ class Endpoint:
             if elsewhere and await self._forwarder.forward(peer, scope, b"", receive, send):
                 return
         stream = EventStream(send, self._records, session if _resumable(head) else None)
-        await self._methods.listening.stand(await self._methods.environment_of(view), view, session, stream, receive)
+        try:
+            found_environment = await self._methods.environment_of(view)
+            await self._methods.listening.stand(found_environment, view, session, stream, receive)
+        finally:
+            stream.close()
 
     async def _refuse(self, request: Request | None, error: wire.RpcFailure | MegaMCPError, send: Send) -> None:
         failure = error if isinstance(error, wire.RpcFailure) else wire.RpcFailure.of(error)
@@ -278,6 +285,11 @@ class Endpoint:
             return wire.error_message(request.id, wire.error_object(failure))
         except MegaMCPError as error:
             return wire.error_message(request.id, wire.error_object(wire.RpcFailure.of(error)))
+        except Elsewhere:
+            # Handing it on would hand on the whole batch, whose other members run here.
+            alone = "Send this answer alone, in no batch."
+            refused = wire.RpcFailure(wire.INVALID_REQUEST, alone, data={"code": "batch_refused"})
+            return wire.error_message(request.id, wire.error_object(refused))
         return None if reply is None else wire.reply_message(request.id or b"null", reply)
 
 

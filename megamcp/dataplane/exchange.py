@@ -168,6 +168,7 @@ class Exchanger:
     async def stream(self, fields: bytes, reader: SseReader | None) -> Response:
         """A GET stream: a new one, or the rest of one, after the time that the server asked to wait."""
         if reader is not None:
+            reader.restart()
             await asyncio.sleep(min((1000 if reader.retry_ms is None else reader.retry_ms) / 1000, _LONGEST_RETRY_S))
             if reader.last_id is not None:
                 fields += b"Last-Event-ID: %b\r\n" % reader.last_id.encode("ascii", "ignore")
@@ -181,8 +182,8 @@ class Exchanger:
         if envelope.id is not wire.ABSENT:
             self._put(envelope, post)
         elif envelope.method == "notifications/cancelled":
-            wanted = wire.read_members(envelope.params, "params").get("requestId", wire.ABSENT)
-            if (task := post.asking.get(bytes(wanted))) is not None:
+            wanted = messages.cancels(envelope.params)
+            if wanted is not None and (task := post.asking.get(wanted)) is not None:
                 task.cancel()
         else:
             if envelope.method == "notifications/tools/list_changed" and self.on_list_changed is not None:
@@ -196,6 +197,8 @@ class Exchanger:
     def _put(self, envelope: wire.Envelope, post: Post) -> None:
         """Puts a question of the server to the client, and its answer to the server."""
         number = bytes(envelope.id)
+        if number in post.asking:
+            return  # it has asked that
         task = asyncio.create_task(self._answer(envelope, post))
         post.asking[number] = task
         task.add_done_callback(lambda _: post.asking.pop(number, None))

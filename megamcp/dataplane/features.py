@@ -17,7 +17,7 @@ from megamcp.dataplane.links import Environment, Link
 from megamcp.dataplane.patience import patient
 from megamcp.dataplane.ports import Limits, RolloutView
 from megamcp.dataplane.protocol import Client, UpstreamLost
-from megamcp.errors import DeadlineExceeded, NotFound
+from megamcp.errors import DeadlineExceeded, NotFound, UpstreamError
 
 Params = dict[str, msgspec.Raw]
 
@@ -86,6 +86,7 @@ class Features:
         if method == "completion/complete":
             return await self._complete(environment, params, ask)
         if method == "logging/setLevel" and environment.may_ask:
+            wire.read_string(params.get("level"), "level")
             return await self._everywhere(environment.able("logging"), params, ask)
         if method.startswith("tasks/"):
             return await self._first(list(environment.links.values()), params, ask)
@@ -138,10 +139,16 @@ class Features:
         reply = await ask(link, {**rest, "cursor": cursor} if cursor is not None else rest)
         if reply.failed:
             return reply
-        members = wire.read_members(reply.body, "result")
-        following = msgspec.json.decode(reply.body, type=_Page).nextCursor
-        if key == "prompts":
-            members[key] = _renamed(members.get(key, msgspec.Raw(b"[]")), environment, link)
+        try:
+            members = wire.read_members(reply.body, "result")
+            following = msgspec.json.decode(reply.body, type=_Page).nextCursor
+            if key == "prompts":
+                members[key] = _renamed(members.get(key, msgspec.Raw(b"[]")), environment, link)
+        except (wire.RpcFailure, msgspec.DecodeError) as error:
+            raise UpstreamError(
+                f"Tool server {link.server.name!r} lists its {key} in a way that is not MCP: {error}",
+                code="tool_server_protocol",
+            ) from None
         if following:
             members["nextCursor"] = _cursor(link, following)
         elif place + 1 < len(links):

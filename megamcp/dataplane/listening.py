@@ -119,9 +119,12 @@ class Listening:
             )
         try:
             wants = msgspec.json.decode(params.get("notifications", msgspec.Raw(b"null")), type=dict[str, Any])
+            uris = msgspec.convert(wants.get("resourceSubscriptions") or [], list[str])
         except msgspec.DecodeError:
             raise wire.RpcFailure(
-                wire.INVALID_PARAMS, "notifications must be an object.", data={"code": "invalid_params"}
+                wire.INVALID_PARAMS,
+                "notifications must be an object, its resourceSubscriptions a list of URIs.",
+                data={"code": "invalid_params"},
             ) from None
         number = request.id or b"null"
         honoured = {
@@ -129,7 +132,6 @@ class Listening:
             for wanted, capability in _CHANGES.values()
             if wants.get(wanted) is True and environment.able(capability)
         }
-        uris = [uri for uri in wants.get("resourceSubscriptions") or () if isinstance(uri, str)]
         watched = [link for link in environment.able("resources") if _subscribes(link)]
         filter_: dict[str, Any] = {**honoured, **({"resourceSubscriptions": uris} if uris and watched else {})}
         await request.stream.event(
@@ -193,8 +195,10 @@ class Listening:
 
     def _poke(self, standing: _Standing, environment: Environment, rollout: RolloutView) -> None:
         for name, link in environment.links.items():
-            if name not in standing.tasks and link.keeps(standing.client.session):
-                self._hear(standing, link, rollout, _Interest())
+            known = standing.tasks.get(name)
+            if (known is None or known.done()) and link.keeps(standing.client.session):
+                interest = self._interests.get(standing.client.session, {}).get(name)
+                self._hear(standing, link, rollout, interest or _Interest())
 
     def forget(self, session: str) -> None:
         self._interests.pop(session, None)
@@ -222,11 +226,14 @@ class Listening:
     def _hear(self, standing: _Standing, link: Link, rollout: RolloutView, interest: _Interest) -> None:
         """Begins its stream to a server, anew where it is to a subscription that names what it wants."""
         name = link.server.name
-        if (known := standing.tasks.get(name)) is not None:
+        known = standing.tasks.get(name)
+        if known is not None:
             if not known.done() and not link.modern(rollout):
                 return
             known.cancel()
-        wants: dict[str, Any] = {"resourceSubscriptions": sorted(interest.uris)} if link.modern(rollout) else {}
+        # A session that is begun anew after the server was lost knows nothing of what was subscribed to.
+        names_all = link.modern(rollout) or known is not None
+        wants: dict[str, Any] = {"resourceSubscriptions": sorted(interest.uris)} if names_all else {}
 
         async def sink(message: bytes) -> None:
             if not link.shared or msgspec.json.decode(message, type=_Method).method not in _CHANGES:
@@ -299,12 +306,14 @@ def _for_subscription(message: bytes, number: bytes, wants: dict[str, Any]) -> b
             return None
     elif told.method != _UPDATED:
         return None
-    members = wire.read_members(told.params, "params")
-    if told.method == _UPDATED and wire.read_string(members.get("uri"), "uri") not in wants.get(
-        "resourceSubscriptions", ()
-    ):
+    try:
+        members = wire.read_members(told.params, "params")
+        meta = wire.read_members(members.get("_meta", msgspec.Raw(b"{}")), "_meta")
+        uri = wire.read_string(members.get("uri"), "uri") if told.method == _UPDATED else None
+    except wire.RpcFailure:
+        return None  # it tells nothing
+    if uri is not None and uri not in wants.get("resourceSubscriptions", ()):
         return None
-    meta = wire.read_members(members.get("_meta", msgspec.Raw(b"{}")), "_meta")
     meta[SUBSCRIPTION_KEY] = msgspec.Raw(number)
     return messages.notification(told.method, {**members, "_meta": meta})
 

@@ -173,6 +173,15 @@ def answer_to(envelope: wire.Envelope) -> bytes:
     return wire.error_message(number, NO_CAPABILITY)
 
 
+def cancels(params: msgspec.Raw) -> bytes | None:
+    """The id of the question that a server's `notifications/cancelled` takes back; None where that is malformed."""
+    try:
+        wanted = wire.read_members(params, "params").get("requestId")
+    except wire.RpcFailure:
+        return None
+    return bytes(wanted) if wanted is not None else None
+
+
 def is_log(message: bytes) -> bool:
     """Whether a notification is a log message."""
     return b'"notifications/message"' in message and wire.read_envelope(message).method == "notifications/message"

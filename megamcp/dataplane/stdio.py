@@ -174,13 +174,16 @@ class StdioUpstream:
         body = messages.tool_call(number, call, messages.shared_meta(call, number, modern=self._modern is True))
         return await self._answered(number, body, client, call.progress_token, deadline)
 
-    async def request(self, method: str, params: Mapping[str, object], client: Client | None = None) -> wire.Reply:
-        """Any other request. Raises UpstreamLost, UpstreamError."""
+    async def request(
+        self, method: str, params: Mapping[str, object], client: Client | None = None, *, changes: bool = True
+    ) -> wire.Reply:
+        """Any other request. Raises UpstreamLost, UpstreamError. What changes nothing is simply left."""
         number = self._number()
         if self._modern and not isinstance(params.get("_meta"), msgspec.Raw):
             params = messages.for_modern(params, client)
         told = messages.for_shared(params, number, modern=self._modern is True)
-        return await self._answered(number, messages.request(number, method, told), client, messages.token_of(params))
+        body, token = messages.request(number, method, told), messages.token_of(params)
+        return await self._answered(number, body, client, token, changes=changes)
 
     async def about(self) -> About:
         """What the server said about itself."""
@@ -200,7 +203,7 @@ class StdioUpstream:
         try:
             uris = wants.get("resourceSubscriptions")
             if self._modern:
-                await self.request("subscriptions/listen", {"notifications": wants}, client)
+                await self.request("subscriptions/listen", {"notifications": wants}, client, changes=False)
             for uri in uris if isinstance(uris, list) else ():
                 await self.request("resources/subscribe", {"uri": uri}, client)
             await self._running.exited.wait()
@@ -219,6 +222,8 @@ class StdioUpstream:
         client: Client | None,
         token: bytes | None,
         deadline: float | None = None,
+        *,
+        changes: bool = True,
     ) -> wire.Reply:
         pending = self._pending[number] = _Pending(client, token)
         sent = False
@@ -243,7 +248,10 @@ class StdioUpstream:
         except BaseException:
             # A start that is given up is killed by who gave it up.
             if sent and not pending.ended.done() and self._modern is not None:
-                await self._settle(number, pending, deadline)
+                if changes:
+                    await self._settle(number, pending, deadline)
+                else:
+                    self._say(messages.cancelled(number))
             raise
         finally:
             del self._pending[number]
@@ -409,8 +417,8 @@ class StdioUpstream:
         if envelope.method == "notifications/subscriptions/acknowledged":
             return
         if envelope.method == "notifications/cancelled":
-            wanted = wire.read_members(envelope.params, "params").get("requestId", wire.ABSENT)
-            if (task := self._asking.get(bytes(wanted))) is not None:
+            wanted = messages.cancels(envelope.params)
+            if wanted is not None and (task := self._asking.get(wanted)) is not None:
                 task.cancel()
         elif self._listeners and not (self._pending and messages.is_log(text)):
             for sink in list(self._listeners):
@@ -429,6 +437,8 @@ class StdioUpstream:
             self._say(messages.answer_to(envelope))
             return
         number = bytes(envelope.id)
+        if number in self._asking:
+            return  # it has asked that
         task = asyncio.create_task(self._answer(envelope, client))
         self._asking[number] = task
         task.add_done_callback(lambda _: self._asking.pop(number, None))

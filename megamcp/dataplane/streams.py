@@ -61,7 +61,7 @@ class Records:
         """The stream of an event, and the number of the next one."""
         token, _, number = event_id.partition(".")
         record = self._records.get(token)
-        if record is None or record.session != session or not number.isdigit():
+        if record is None or record.session != session or not number.isdecimal():
             return None
         return record, int(number[:12]) + 1
 
@@ -81,6 +81,8 @@ class Records:
         if (record := self._records.pop(token, None)) is not None:
             self._size -= record.size
             record.events.clear()
+            record.done = True  # the stream may go on, but nothing more of it is kept
+            record.news.set()
 
 
 class EventStream:
@@ -89,7 +91,7 @@ class EventStream:
     `session` names a session whose client may resume it. One writer at a time: events of several tasks don't mix.
     """
 
-    __slots__ = ("_alive", "_record", "_records", "_saying", "_send", "_session", "_writing", "started")
+    __slots__ = ("_alive", "_closed", "_record", "_records", "_saying", "_send", "_session", "_writing", "started")
 
     def __init__(self, send: Send, records: Records | None = None, session: str | None = None) -> None:
         self._send = send
@@ -99,6 +101,7 @@ class EventStream:
         self._writing: asyncio.Lock | None = None
         self._alive: asyncio.TimerHandle | None = None
         self._saying: asyncio.Future[None] | None = None
+        self._closed = False
         self.started = False
 
     async def start(self) -> None:
@@ -111,8 +114,7 @@ class EventStream:
             await self._send({"type": "http.response.start", "status": 200, "headers": STREAM})
             if self._records is not None and self._session is not None:
                 self._record = self._records.new(self._session)
-                first = self._record.add(b"")
-                await self._send({"type": "http.response.body", "body": first, "more_body": True})
+                await self._send({"type": "http.response.body", "body": self._framed(b""), "more_body": True})
         self._rest()
 
     def start_later(self) -> asyncio.TimerHandle:
@@ -133,16 +135,21 @@ class EventStream:
         """The last event, and the end."""
         await self.start()
         assert self._writing is not None
-        if self._alive is not None:
-            self._alive.cancel()
         async with self._writing:
             last = self._framed(message) if message is not None else b""
-            if self._record is not None and self._records is not None:
-                self._records.ended(self._record)
+            self.close()
             await self._send({"type": "http.response.body", "body": last})
 
+    def close(self) -> None:
+        """Nothing more is said, whether its client heard the end or has left."""
+        self._closed = True
+        if self._alive is not None:
+            self._alive.cancel()
+        if self._record is not None and self._records is not None and not self._record.done:
+            self._records.ended(self._record)
+
     def _framed(self, message: bytes) -> bytes:
-        if self._record is None or self._records is None:
+        if self._record is None or self._records is None or self._record.done:
             return sse_event(message)
         event = self._record.add(message)
         self._records.added(len(event))
@@ -152,7 +159,8 @@ class EventStream:
         """Proxies end connections on which nothing is said."""
         if self._alive is not None:
             self._alive.cancel()
-        self._alive = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._comment)
+        if not self._closed:
+            self._alive = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._comment)
 
     def _comment(self) -> None:
         self._saying = asyncio.ensure_future(self._say_comment())

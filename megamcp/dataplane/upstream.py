@@ -162,14 +162,14 @@ class HttpUpstream:
         if era is Era.MODERN:
             fields = b"%bMcp-Method: %b\r\n" % (self._modern, method.encode())
             if (key := _NAMED.get(method)) is not None and key in params:
-                fields += b"Mcp-Name: %b\r\n" % header_value(_text(params[key])).encode()
+                fields += b"Mcp-Name: %b\r\n" % header_value(_text(params[key], key)).encode()
             body = messages.request(number, method, messages.for_modern(params, client))
             return await self._exchange(Post(number, fields, client=client), body)
         token = messages.token_of(params)
         told = messages.for_shared(params, number, modern=False)
         reply = await self._in_session(messages.request(number, method, told), number, client, token)
         if method == "logging/setLevel" and client is not None and (session := self._sessions.get(client.session)):
-            session.level = _text(params.get("level", ""))
+            session.level = _text(params.get("level", ""), "level")
         return reply
 
     async def about(self) -> About:
@@ -427,5 +427,5 @@ class _Listener:
         await self._sink(message)
 
 
-def _text(value: object) -> str:
-    return msgspec.json.decode(value, type=str) if isinstance(value, msgspec.Raw) else str(value)
+def _text(value: object, what: str) -> str:
+    return wire.read_string(value, what) if isinstance(value, msgspec.Raw) else str(value)

@@ -105,6 +105,28 @@ def test_an_endless_event_is_refused():
         assert [list(reader.feed(endless)) for _ in range(20)]
 
 
+def test_an_event_of_empty_lines_is_no_way_around_the_bound():
+    reader = SseReader(100)
+    with pytest.raises(ValueError, match="larger than 100"):
+        assert [list(reader.feed(b"data:\n" * 10)) for _ in range(20)]
+
+
+def test_a_large_event_in_small_parts_is_not_copied_for_each():
+    reader, part = SseReader(1 << 26), b"x" * 1024
+    assert list(reader.feed(b"data: ")) == []
+    assert not [event for _ in range(1 << 14) for event in reader.feed(part)]
+    assert [len(event) for event in reader.feed(b"\n\n")] == [1 << 24]
+    # Copying it each time takes longer than a test may.
+
+
+def test_what_had_come_of_an_event_is_forgotten_with_its_connection():
+    reader = SseReader(100)
+    assert list(reader.feed(b'id: 7\ndata: {}\n\ndata: {"a":\ndata: ')) == [b"{}"]
+    reader.restart()
+    assert list(reader.feed(b"data: 8\n\n")) == [b"8"]
+    assert reader.last_id == "7"
+
+
 def test_the_last_event_id_is_kept_for_resumption():
     reader = SseReader(100)
     assert list(reader.feed(b"id: 7\nretry: 250\ndata: {}\n\n")) == [b"{}"]

@@ -145,12 +145,14 @@ def answer(message):
         known = {
             "resultType": "complete",
             "supportedVersions": ["2026-07-28"],
-            "capabilities": {},
+            "capabilities": {"tools": {}, "resources": {"subscribe": True}},
             "instructions": "New.",
         }
         send({"id": number, "result": known})
     elif MODERN and "io.modelcontextprotocol/protocolVersion" not in params.get("_meta", {}):
         send({"id": number, "error": {"code": -32022, "message": "Unsupported protocol version"}})
+    elif method == "subscriptions/listen":
+        pass  # it goes on until it is cancelled, and what was cancelled needs no answer
     elif method == "tools/list":
         send({"id": number, "result": {"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in names]}})
     elif method == "tools/call" and params["name"] == "deaf":

@@ -85,6 +85,18 @@ async def test_an_answer_is_handed_to_the_process_that_asked(pair):
             assert "decline" in json.dumps((await event(response, None))["result"])
 
 
+async def test_a_batch_is_not_handed_on_for_one_of_its_members(pair):
+    one, _, rollout = pair
+    before = len(one.control.journal)
+    call = message("tools/call", {"name": "test_simple_text", "arguments": {}}, 1)
+    foreign = {"jsonrpc": "2.0", "id": "22222222-question", "result": {}}
+    answer = await one.post(f"/r/{rollout}/mcp", [call, foreign])
+    assert [entry.get("id") for entry in answer.json] == [1, "22222222-question"]
+    assert answer.json[0]["result"]["content"]
+    assert answer.json[1]["error"]["data"]["code"] == "batch_refused"
+    assert len(one.control.journal) == before + 1
+
+
 async def test_a_broken_stream_is_resumed_at_another_process(pair):
     one, two, rollout = pair
     async with session(one, rollout) as headers:
