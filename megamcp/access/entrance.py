@@ -21,7 +21,7 @@ from megamcp.access.keys import PREFIX, Keys
 from megamcp.access.principal import CALLER, DEFAULT_TENANT, SCOPE_PREFIX, Principal, Scope, demand_sight
 from megamcp.access.quotas import Meters
 from megamcp.access.rights import MCP, right
-from megamcp.dataplane.asgi import origin_allowed
+from megamcp.dataplane.asgi import bearer, origin_allowed
 from megamcp.demands import no_checkpoint, no_rollout
 from megamcp.errors import Forbidden, MegaMCPError, Unauthorized
 from megamcp.oauth.authorities import base_url
@@ -96,7 +96,7 @@ class Entrance:
         """Who a request comes from; None for whom no key is asked of. Raises `Unauthorized`, `Forbidden`."""
         if not self.wanted:
             return None
-        token = bearer(scope)
+        token = shown(scope)
         path: str = scope["path"]
         if agents and not self._agent_keys and not path.startswith("/e/") and not self._is_ours(token):
             return None  # the URL is what lets in; a key that is shown all the same counts, and has to be good
@@ -248,12 +248,11 @@ def keys_wanted(settings: Settings) -> bool:
     return settings.api_key is not None or settings.jwt_issuer is not None
 
 
-def bearer(scope: Asgi) -> str | None:
-    """What a request shows."""
+def shown(scope: Asgi) -> str | None:
+    """The token that a request shows."""
     for name, value in scope["headers"]:
         if name == b"authorization":
-            kind, _, token = value.decode("latin-1").partition(" ")
-            return token.strip() if kind.lower() == "bearer" and token.strip() else None
+            return bearer(value)
     return None
 
 

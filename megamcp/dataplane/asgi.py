@@ -56,6 +56,25 @@ async def read_body(receive: Receive, limit: int, declared: bytes | None) -> byt
     return b"".join(parts)
 
 
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left, or its response is complete. For requests whose body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def bearer(authorization: bytes) -> str | None:
+    """The token of an Authorization header."""
+    scheme, _, token = authorization.decode("latin-1").partition(" ")
+    return token.strip() or None if scheme.lower() == "bearer" else None
+
+
+def not_acceptable(wanted: str) -> wire.RpcFailure:
+    """406: the client takes no answer of the kind that there is."""
+    return wire.RpcFailure(
+        wire.INVALID_REQUEST, f"Accept must allow {wanted}.", status=406, data={"code": "not_acceptable"}
+    )
+
+
 def _too_large(limit: int) -> wire.RpcFailure:
     return wire.RpcFailure(
         wire.INVALID_REQUEST,

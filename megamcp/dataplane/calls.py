@@ -146,12 +146,12 @@ class Calls:
         own = route.server.call_timeout_s
         deadline = started + (self._limits.call_timeout_s if own is None else own)
         try:
-            call = _addressed(request, route)
+            job = _Job(rollout, route, _addressed(request, route), request.idempotency_key, deadline, client)
             if route.server.exactly_once:
-                return await self._exactly_once(rollout, route, call, request, deadline, client)
+                return await self._exactly_once(job)
             if not route.server.journaled:
-                return await self._unrecorded(rollout, route, call, request, deadline, client)
-            return await self._at_most_once(rollout, route, call, request, deadline, client)
+                return await self._unrecorded(job)
+            return await self._at_most_once(job)
         finally:
             self._gates.leave(rollout.id, writes=_writes(route))
 
@@ -171,15 +171,8 @@ class Calls:
 
     # Exactly once
 
-    async def _exactly_once(
-        self,
-        rollout: RolloutView,
-        route: Route,
-        call: ToolCall,
-        request: CallRequest,
-        deadline: float,
-        client: Client | None,
-    ) -> wire.Reply:
+    async def _exactly_once(self, job: "_Job") -> wire.Reply:
+        rollout, route, call, deadline, client = job.rollout, job.route, job.call, job.deadline, job.client
         way = route.way
         remaining = deadline - asyncio.get_running_loop().time()
         unseen = deaths = 0
@@ -191,7 +184,7 @@ class Calls:
                 tool=call.name,
                 arguments=call.arguments,
                 writable=not route.tool.read_only,
-                idempotency_key=request.idempotency_key,
+                idempotency_key=job.key,
                 deadline=time.time() + remaining,
             )
             try:
@@ -270,41 +263,32 @@ class Calls:
 
     # Without a journal
 
-    async def _unrecorded(
-        self,
-        rollout: RolloutView,
-        route: Route,
-        call: ToolCall,
-        request: CallRequest,
-        deadline: float,
-        client: Client | None,
-    ) -> wire.Reply:
-        if request.idempotency_key is not None:
+    async def _unrecorded(self, job: "_Job") -> wire.Reply:
+        if job.key is not None:
             raise BadRequest(
                 "This environment keeps no journal, so nothing here knows what was called by an idempotency key.",
                 code="bad_idempotency_key",
                 hint='Leave the key out, or take journal = "none" out of the environment.',
             )
         try:
-            return (await self._exchanged(rollout, route, call, deadline, client))[0]
+            return (await self._exchanged(job))[0]
         except TimeoutError:
-            route.way.seems_stuck()
-            raise too_late(call, route, "what it had done until then stays") from None
+            job.route.way.seems_stuck()
+            raise too_late(job.call, job.route, "what it had done until then stays") from None
 
-    async def _exchanged(
-        self, rollout: RolloutView, route: Route, call: ToolCall, deadline: float, client: Client | None
-    ) -> tuple[wire.Reply, str | None]:
+    async def _exchanged(self, job: "_Job") -> tuple[wire.Reply, str | None]:
         """The answer to a call, after what its server asked the client for; and the sandbox that gave it.
 
         Raises TimeoutError at the deadline. A call that waits for its client gives up its turn meanwhile.
         """
         sandbox: str | None = None
-        async with asyncio.timeout_at(deadline) as scope:
-            with patient(client, scope, lambda away: self._gates.away(rollout.id, away=away)) as asker:
+        async with asyncio.timeout_at(job.deadline) as scope:
+            with patient(job.client, scope, lambda away: self._gates.away(job.rollout.id, away=away)) as asker:
 
                 async def send(more: rounds.More) -> wire.Reply:
                     nonlocal sandbox
-                    answer, sandbox = await _until_seen(route.way, rounds.with_more(call, more), asker, deadline)
+                    call = rounds.with_more(job.call, more)
+                    answer, sandbox = await _until_seen(job.route.way, call, asker, job.deadline)
                     return answer
 
                 reply = await rounds.settled(send, asker)
@@ -312,25 +296,17 @@ class Calls:
 
     # At most once
 
-    async def _at_most_once(
-        self,
-        rollout: RolloutView,
-        route: Route,
-        call: ToolCall,
-        request: CallRequest,
-        deadline: float,
-        client: Client | None,
-    ) -> wire.Reply:
+    async def _at_most_once(self, job: "_Job") -> wire.Reply:
         try:
-            async with asyncio.timeout_at(deadline):
-                await route.way.warm()  # what fails here was not run: its key is free for another try
+            async with asyncio.timeout_at(job.deadline):
+                await job.route.way.warm()  # what fails here was not run: its key is free for another try
         except TimeoutError:
             raise DeadlineExceeded(
-                f"Tool server {route.server.name!r} was not ready before the call's deadline; it was not run."
+                f"Tool server {job.route.server.name!r} was not ready before the call's deadline; it was not run."
             ) from None
         run = _Run()
         # In a task of its own: a cancellation may cut the exchange with the server, never the two rows around it.
-        task = asyncio.create_task(self._intended(run, rollout, route, call, request, deadline, client))
+        task = asyncio.create_task(self._intended(run, job))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -343,25 +319,16 @@ class Calls:
             await asyncio.wait({task})
             raise
 
-    async def _intended(
-        self,
-        run: "_Run",
-        rollout: RolloutView,
-        route: Route,
-        call: ToolCall,
-        request: CallRequest,
-        deadline: float,
-        client: Client | None,
-    ) -> wire.Reply:
-        way = route.way
+    async def _intended(self, run: "_Run", job: "_Job") -> wire.Reply:
+        route, call, way = job.route, job.call, job.route.way
         journal = watched.current().journal
         with journal:
             intent = await self._control.call_intent(
-                rollout,
+                job.rollout,
                 route.server.name,
                 tool=call.name,
                 arguments=call.arguments,
-                idempotency_key=request.idempotency_key,
+                idempotency_key=job.key,
             )
         if intent.replayed is not None:
             return wire.result_as_reply(intent.replayed.result, intent.replayed.is_error)
@@ -370,7 +337,7 @@ class Calls:
             if run.cancelled:
                 raise asyncio.CancelledError
             run.exchanging = True
-            reply, sandbox = await self._exchanged(rollout, route, call, deadline, client)
+            reply, sandbox = await self._exchanged(job)
             run.exchanging = False
         except TimeoutError:
             ended = way.seems_stuck()
@@ -451,6 +418,18 @@ async def _until_seen(
     upstream = await way.upstream()
     with clock:
         return await upstream.call(call, client=client, deadline=deadline), upstream.sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A call that has its turn. `call` is what its server is sent, `deadline` a time of the loop."""
+
+    rollout: RolloutView
+    route: Route
+    call: ToolCall
+    key: str | None
+    deadline: float
+    client: Client | None
 
 
 class _Run:

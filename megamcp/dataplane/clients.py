@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -62,6 +63,7 @@ def session_for(rollout: str, capabilities: bytes) -> str:
     return f"{rollout}#{packed(declared)}" if isinstance(declared, dict) else rollout
 
 
+@lru_cache(maxsize=256)
 def unpacked(text: str) -> bytes:
     """The JSON text of what `packed` made; nothing where it is no such text."""
     try:

@@ -21,6 +21,7 @@ from megamcp.dataplane.asgi import (
     Send,
     accepts,
     is_json,
+    not_acceptable,
     origin_allowed,
     read_body,
     retry_headers,
@@ -120,12 +121,7 @@ class Endpoint:
             )
         json, events = accepts(values.get(b"accept"))
         if not json and not events:
-            raise wire.RpcFailure(
-                wire.INVALID_REQUEST,
-                "Accept must allow application/json or text/event-stream.",
-                status=406,
-                data={"code": "not_acceptable"},
-            )
+            raise not_acceptable("application/json or text/event-stream")
         environment, rollout, key = addressee(scope, head)
         session = head.text(b"mcp-session-id")
         stream = EventStream(send, self._records, session if _resumable(head) else None) if events else None
@@ -186,12 +182,7 @@ class Endpoint:
         """The stream of a session: the rest of a broken one, or what servers say of their own accord."""
         self._check_origin(head)
         if not accepts(head.values.get(b"accept"))[1]:
-            raise wire.RpcFailure(
-                wire.INVALID_REQUEST,
-                "Accept must allow text/event-stream.",
-                status=406,
-                data={"code": "not_acceptable"},
-            )
+            raise not_acceptable("text/event-stream")
         environment, rollout, key = addressee(scope, head)
         request = Request(head, environment, rollout, key, session, receive, None)
         view = await self._methods.rollout(request)

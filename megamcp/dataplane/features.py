@@ -27,7 +27,7 @@ _LISTS = {
     "prompts/list": ("prompts", "prompts"),
 }
 _BY_URI = frozenset({"resources/read", "resources/subscribe", "resources/unsubscribe"})
-_SESSIONS_OWN = frozenset({"resources/subscribe", "resources/unsubscribe", "logging/setLevel"})
+SESSIONS_OWN = frozenset({"resources/subscribe", "resources/unsubscribe", "logging/setLevel"})
 """What 2026-07-28 has no methods for: requests and subscriptions say it themselves there."""
 _KEPT = 4096
 _UNKNOWN = (wire.METHOD_NOT_FOUND, wire.INVALID_PARAMS, -32002)
@@ -104,7 +104,7 @@ class Features:
 
                     async def send(more: rounds.More) -> wire.Reply:
                         upstream = await way.upstream()
-                        if upstream.modern and method in _SESSIONS_OWN:
+                        if upstream.modern and method in SESSIONS_OWN:
                             return wire.Reply(b"{}")  # `listening` and `methods` keep it
                         return await upstream.request(method, {**params, **more}, asker)
 

@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 
-from megamcp.dataplane.asgi import Receive, Scope, Send
+from megamcp.dataplane.asgi import Receive, Scope, Send, disconnected
 from megamcp.dataplane.http import Address, Broken, ConnectFailed, Pool, Response
 
 FORWARDED = b"megamcp-forwarded"
@@ -64,7 +64,7 @@ class Forwarder:
                 return False
             headers = [(name, value) for name, value in response.fields.items() if name not in _HOP_BY_HOP]
             await send({"type": "http.response.start", "status": response.status, "headers": headers})
-            leaving = asyncio.create_task(_left(receive))
+            leaving = asyncio.create_task(disconnected(receive))
             passing = asyncio.create_task(_pass_on(response, send))
             try:
                 await asyncio.wait({leaving, passing}, return_when=asyncio.FIRST_COMPLETED)
@@ -83,11 +83,6 @@ async def _pass_on(response: Response, send: Send) -> None:
         while (chunk := await response.next_chunk()) is not None:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def was_forwarded(scope: Scope) -> bool:

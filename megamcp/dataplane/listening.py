@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from megamcp.dataplane import clients, eras, messages, wire
-from megamcp.dataplane.asgi import Receive
+from megamcp.dataplane.asgi import Receive, disconnected, not_acceptable
 from megamcp.dataplane.clients import Answers, SessionClient
 from megamcp.dataplane.links import Environment, Environments, Link
 from megamcp.dataplane.ports import Limits, RolloutView
@@ -111,12 +111,7 @@ class Listening:
     ) -> wire.Reply:
         """`subscriptions/listen`: returns when the gateway stops, and is cancelled when the client leaves."""
         if request.stream is None:
-            raise wire.RpcFailure(
-                wire.INVALID_REQUEST,
-                "Accept must allow text/event-stream.",
-                status=406,
-                data={"code": "not_acceptable"},
-            )
+            raise not_acceptable("text/event-stream")
         try:
             wants = msgspec.json.decode(params.get("notifications", msgspec.Raw(b"null")), type=dict[str, Any])
             uris = msgspec.convert(wants.get("resourceSubscriptions") or [], list[str])
@@ -212,7 +207,7 @@ class Listening:
         await _ended(list(self._watching.values()))
 
     async def _until_over(self, receive: Receive) -> None:
-        leaving = asyncio.create_task(_left(receive))
+        leaving = asyncio.create_task(disconnected(receive))
         stopping = asyncio.create_task(self._stopping.wait())
         self.open += 1
         try:
@@ -316,11 +311,6 @@ def _for_subscription(message: bytes, number: bytes, wants: dict[str, Any]) -> b
         return None
     meta[SUBSCRIPTION_KEY] = msgspec.Raw(number)
     return messages.notification(told.method, {**members, "_meta": meta})
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _ended(tasks: list["asyncio.Task[None]"] | list[Any]) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import msgspec
 
 from megamcp.dataplane import clients, consent, eras, tracing, watched, wire
-from megamcp.dataplane.asgi import Disconnected, Receive
+from megamcp.dataplane.asgi import Disconnected, Receive, disconnected
 from megamcp.dataplane.calls import CallRequest, Calls
-from megamcp.dataplane.features import Features, no_method
+from megamcp.dataplane.features import SESSIONS_OWN, Features, no_method
 from megamcp.dataplane.forward import Elsewhere, peer_of
 from megamcp.dataplane.links import Environment, Environments
 from megamcp.dataplane.listening import Listening
@@ -26,8 +26,7 @@ from megamcp.errors import BadRequest, NotFound
 
 ROLLOUT_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _ABOUT_TIMEOUT_S = 10.0
-_HANDSHAKE_ONLY = frozenset({"logging/setLevel", "resources/subscribe", "resources/unsubscribe", "ping", "initialize"})
-_LISTENING = frozenset({"logging/setLevel", "resources/subscribe", "resources/unsubscribe"})
+_HANDSHAKE_ONLY = SESSIONS_OWN | {"ping", "initialize"}
 _REMEMBERED = 10_000
 _ANSWERS = ("inputResponses", "requestState")
 
@@ -277,12 +276,13 @@ class Methods:
     ) -> wire.Reply:
         async def work(client: Client) -> wire.Reply:
             reply, links = await self._features.request(environment, rollout, method, params, client)
-            if method == "logging/setLevel" and not reply.failed:
-                self._remember_level(client.session, wire.read_string(params.get("level"), "level"))
-            if method in _LISTENING and not reply.failed:
-                said = params.get("level" if method == "logging/setLevel" else "uri", msgspec.Raw(b'""'))
-                self.listening.heed(client.session, links, rollout, method, wire.read_string(said, "value"))
-                await self._control.session_said(client.session, method, wire.read_string(said, "value"))
+            if method in SESSIONS_OWN and not reply.failed:
+                name = "level" if method == "logging/setLevel" else "uri"
+                said = wire.read_string(params.get(name), name)
+                if name == "level":
+                    self._remember_level(client.session, said)
+                self.listening.heed(client.session, links, rollout, method, said)
+                await self._control.session_said(client.session, method, said)
             return reply
 
         reply = await self._settled(request, environment, rollout, params, method, work)
@@ -345,7 +345,11 @@ class Methods:
                 del self._in_flight[address]
 
     def _watch(self, receive: Receive, entry: _InFlight) -> None:
-        task = asyncio.create_task(_until_disconnect(receive, lambda: entry.cancel("disconnected")))
+        async def watch() -> None:
+            await disconnected(receive)
+            entry.cancel("disconnected")
+
+        task = asyncio.create_task(watch())
         self._watches.add(task)
         task.add_done_callback(self._watches.discard)
 
@@ -357,10 +361,3 @@ def _identity(rollout: str, method: str, params: dict[str, msgspec.Raw]) -> byte
         if name not in _ANSWERS and name != "_meta":
             hashed.update(name.encode() + b"\0" + bytes(params[name]) + b"\0")
     return hashed.digest()
-
-
-async def _until_disconnect(receive: Receive, leave: Callable[[], None]) -> None:
-    """Ends by itself: servers report a disconnect also when the response is complete."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    leave()

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from megamcp.dataplane.messages import NO_CAPABILITY
-from megamcp.dataplane.protocol import Client
+from megamcp.dataplane.protocol import Client, Through
 from megamcp.dataplane.wire import Reply
 
 
@@ -24,14 +24,11 @@ def patient(
         waiting.close()
 
 
-class Patient:
+class Patient(Through):
     """A client whose questions stop the clock of `scope`. How long an answer may take is the client's own bound."""
 
     def __init__(self, client: Client, scope: asyncio.Timeout, away: Callable[[bool], None] | None) -> None:
-        self.session = client.session
-        self.capabilities = client.capabilities
-        self.resumes = client.resumes
-        self.level = client.level
+        super().__init__(client)
         self.notify = client.notify
         self._client = client
         self._scope = scope

@@ -49,6 +49,16 @@ class Client(Protocol):
         ...
 
 
+class Through:
+    """What is the same of a client that is seen through something."""
+
+    def __init__(self, client: Client) -> None:
+        self.session = client.session
+        self.capabilities = client.capabilities
+        self.resumes = client.resumes
+        self.level = client.level
+
+
 class Era(StrEnum):
     MODERN = "modern"
     """2026-07-28: every request stands alone."""

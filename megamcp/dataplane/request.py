@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from megamcp.dataplane import eras, wire
-from megamcp.dataplane.asgi import Receive, Scope
+from megamcp.dataplane.asgi import Receive, Scope, bearer
 from megamcp.dataplane.protocol import ToolCall
 from megamcp.dataplane.streams import EventStream
 from megamcp.errors import BY_RPC, BadRequest, NotFound
@@ -63,13 +63,11 @@ def addressee(scope: Scope, head: eras.Head) -> tuple[str | None, str | None, st
         pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=None)
         carriers.update(value for key, value in pairs if key == "rollout")
     key: str | None = None
-    if (authorization := head.text(b"authorization")) is not None:
-        scheme, _, token = authorization.partition(" ")
-        if scheme.lower() == "bearer" and token:
-            if token.startswith("ro_"):
-                carriers.add(token.strip())
-            else:
-                key = token.strip()
+    if (token := bearer(head.values.get(b"authorization", b""))) is not None:
+        if token.startswith("ro_"):
+            carriers.add(token)
+        else:
+            key = token
     if len(carriers) > 1:
         raise BadRequest(
             "The URL, X-Rollout-Id, ?rollout= and the bearer token name different rollouts.",

@@ -32,6 +32,7 @@ from megamcp.dataplane.protocol import (
     Client,
     Era,
     Sink,
+    Through,
     ToolCall,
     UpstreamLost,
     header_value,
@@ -412,14 +413,11 @@ class HttpUpstream:
             await ear.listen(client, sink)
 
 
-class _Listener:
+class _Listener(Through):
     """A client outside of any request."""
 
     def __init__(self, client: Client, sink: Sink) -> None:
-        self.session = client.session
-        self.capabilities = client.capabilities
-        self.resumes = client.resumes
-        self.level = client.level
+        super().__init__(client)
         self.ask = client.ask
         self._sink = sink
 
