@@ -18,7 +18,7 @@ _CHALLENGES = 3
 class Requests(Protocol):
     """`http.Pool` as its users see it."""
 
-    async def request(self, method: bytes, fields: bytes, body: bytes) -> Response: ...
+    async def request(self, method: bytes, fields: bytes, body: bytes, target: bytes | None = None) -> Response: ...
 
     async def aclose(self) -> None: ...
 
@@ -30,11 +30,11 @@ class Authorized:
         self._requests = requests
         self._authority = authority
 
-    async def request(self, method: bytes, fields: bytes, body: bytes) -> Response:
+    async def request(self, method: bytes, fields: bytes, body: bytes, target: bytes | None = None) -> Response:
         """See `Pool.request`. Raises also what `Authority` raises: the server has not begun with the request then."""
         sent = await self._authority.fields()
         for _ in range(_CHALLENGES):
-            response = await self._requests.request(method, fields + sent, body)
+            response = await self._requests.request(method, fields + sent, body, target)
             if response.status not in (401, 403):
                 return response
             try:
@@ -52,7 +52,7 @@ class Authorized:
                 return response
             response.close()
             sent = better
-        return await self._requests.request(method, fields + sent, body)
+        return await self._requests.request(method, fields + sent, body, target)
 
     async def aclose(self) -> None:
         await self._requests.aclose()

@@ -37,13 +37,13 @@ class Circuit:
         """Whether it could not be reached, the last times."""
         return self._failures >= _FAILURES
 
-    async def request(self, method: bytes, fields: bytes, body: bytes) -> Response:
+    async def request(self, method: bytes, fields: bytes, body: bytes, target: bytes | None = None) -> Response:
         """See `Pool.request`. Raises ConnectFailed at once while the circuit is open."""
         if self.broken and (self._probing or self.open_s > 0):
             raise ConnectFailed("it could not be reached, the last times", retry_s=max(self.open_s, 0.1))
         self._probing = self.broken
         try:
-            response = await self._requests.request(method, fields, body)
+            response = await self._requests.request(method, fields, body, target)
         except ConnectFailed as failed:
             self._failures += 1
             if self.broken:

@@ -251,17 +251,18 @@ class Pool:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._closed = False
 
-    async def request(self, method: bytes, fields: bytes, body: bytes) -> Response:
+    async def request(self, method: bytes, fields: bytes, body: bytes, target: bytes | None = None) -> Response:
         """Sends a request and waits for the head of its response; `release` or `close` it.
 
-        Raises ConnectFailed, Broken. `fields` are header lines; Host and Content-Length are added.
+        Raises ConnectFailed, Broken. `fields` are header lines; Host and Content-Length are added. `target` is another
+        path and query at the same host.
         """
         response = await self._take()
         try:
             address = self._address
             response.begin(
                 b"%b %b HTTP/1.1\r\nHost: %b\r\n%bContent-Length: %d\r\n\r\n"
-                % (method, address.target, address.authority, fields, len(body)),
+                % (method, target or address.target, address.authority, fields, len(body)),
                 body,
             )
             await response.head()

@@ -15,7 +15,7 @@ from megamcp.dataplane import wire
 from megamcp.dataplane.authorized import Authorized, Requests
 from megamcp.dataplane.circuit import Circuit
 from megamcp.dataplane.exchange import unreachable
-from megamcp.dataplane.http import Address, Broken, ConnectFailed, Pool, Response, field_lines
+from megamcp.dataplane.http import Address, Broken, ConnectFailed, Pool, Response, TooMuch, field_lines
 from megamcp.dataplane.ports import Authority, Limits
 from megamcp.dataplane.protocol import About, Client, Sink, ToolCall, UpstreamLost
 from megamcp.dataplane.sse import SseReader
@@ -25,6 +25,7 @@ from megamcp.errors import MegaMCPError, UpstreamError
 _LISTEN = b"Accept: text/event-stream\r\n"
 _POST = b"Content-Type: application/json\r\n"
 _MOST_UNSENT = 1 << 20
+_MOST_SAID = 1 << 16
 _HINT = "Give the address of its stream, which most often ends with /sse; or leave out transport."
 
 
@@ -73,7 +74,7 @@ class _Connection:
         self.stdout = asyncio.StreamReader(limit=1 << 16)
         self.exited = asyncio.Event()
         self.reason: str | None = None
-        self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._target: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._reading: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
@@ -95,7 +96,7 @@ class _Connection:
         self._reading = asyncio.create_task(self._read(response), name=f"read {self.name}")
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
-                await asyncio.shield(self._address)
+                await asyncio.shield(self._target)
         except TimeoutError:
             self.kill("it named no address for messages")
             raise UpstreamError(
@@ -109,11 +110,13 @@ class _Connection:
         try:
             while (chunk := await response.next_chunk()) is not None:
                 for data in reader.feed(chunk):
-                    if not self._address.done():
-                        self._address.set_result(data.decode("utf-8", "replace").strip())
+                    if not self._target.done():
+                        self._target.set_result(self._posts.target(data.decode("utf-8", "replace").strip()))
                     else:
                         self.stdout.feed_data(data.replace(b"\n", b" ") + b"\n")
             self.reason = self.reason or "it ended its event stream"
+        except UpstreamError as error:
+            self._target.set_exception(error)
         except (Broken, ValueError) as error:
             self.reason = self.reason or str(error)
         finally:
@@ -121,8 +124,9 @@ class _Connection:
             self._end()
 
     def _end(self) -> None:
-        if not self._address.done():
-            self._address.set_exception(UpstreamLost(f"Tool server {self.name!r} broke off.", sent=False))
+        if not self._target.done():
+            self._target.set_exception(UpstreamLost(f"Tool server {self.name!r} broke off.", sent=False))
+            self._target.exception()  # whoever waited may have left
         if not self.exited.is_set():
             self.stdout.feed_eof()
             self.exited.set()
@@ -130,7 +134,7 @@ class _Connection:
     async def post(self, body: bytes) -> None:
         """One message. What the server refuses by HTTP is a broken connection: its answer would come by the stream."""
         try:
-            status = await self._posts.post(await asyncio.shield(self._address), body)
+            status = await self._posts.post(self._target.result(), body)
         except (ConnectFailed, Broken, MegaMCPError) as error:
             self.kill(str(error))
             return
@@ -163,35 +167,34 @@ class LegacyUpstream:
         self.name = name
         self._url = url
         self._limits = limits
-        self._authority = authority
         self.fields = field_lines(headers or {})
-        ears = Pool(Address.of(url), limit=1 << 30, idle_s=4.0, connect_s=limits.connect_timeout_s)
-        self.circuit = Circuit(ears)
-        self._ears: Requests = self.circuit if authority is None else Authorized(self.circuit, authority)
+        # Streams stay open, messages are many: one pool for both, without a bound of its own.
+        pool = Pool(Address.of(url), limit=1 << 30, idle_s=4.0, connect_s=limits.connect_timeout_s)
+        self.circuit = Circuit(pool)
+        self._http: Requests = self.circuit if authority is None else Authorized(self.circuit, authority)
         self._talks: OrderedDict[str, tuple[_Connection, StdioUpstream, asyncio.Task[None]]] = OrderedDict()
         self._opening: dict[str, asyncio.Task[StdioUpstream]] = {}
         self.on_list_changed: Callable[[], None] | None = None
 
-    async def post(self, address: str, body: bytes) -> int:
-        """Raises ConnectFailed, Broken, UpstreamError for an address on another host."""
+    def target(self, address: str) -> bytes:
+        """Where messages go, as the server named it. Raises UpstreamError for another host, ValueError for nonsense."""
         url = urljoin(self._url, address)
         if urlsplit(url)[:2] != urlsplit(self._url)[:2]:
             raise UpstreamError(
                 f"Tool server {self.name!r} wants messages at another host: {url[:200]}", code="tool_server_protocol"
             )
-        pool = Pool(
-            Address.of(url),
-            limit=1,
-            idle_s=0.0,
-            connect_s=self._limits.connect_timeout_s,
-        )
-        door: Requests = pool if self._authority is None else Authorized(pool, self._authority)
+        return Address.of(url).target
+
+    async def post(self, target: bytes, body: bytes) -> int:
+        """One message; gives the status of HTTP. Raises ConnectFailed, Broken, UpstreamError."""
+        response = await self._http.request(b"POST", self.fields + _POST, body, target)
         try:
-            response = await door.request(b"POST", self.fields + _POST, body)
-            response.close()
-            return response.status
+            await response.read(_MOST_SAID)
+        except TooMuch:
+            pass  # it says nothing that matters
         finally:
-            await door.aclose()
+            response.release()
+        return response.status
 
     async def call(
         self,
@@ -237,7 +240,7 @@ class LegacyUpstream:
             task.cancel()
         while self._talks:
             await _ended(self._talks.popitem()[1])
-        await self._ears.aclose()
+        await self._http.aclose()
 
     async def _talk(self, client: Client | None) -> StdioUpstream:
         key = client.session if client is not None else ""
@@ -262,7 +265,7 @@ class LegacyUpstream:
             self.on_list_changed()
 
     async def _open(self, key: str) -> StdioUpstream:
-        connection = _Connection(self.name, self._ears, self, self._limits)
+        connection = _Connection(self.name, self._http, self, self._limits)
         await connection.connect()
         talk = StdioUpstream(
             self.name,

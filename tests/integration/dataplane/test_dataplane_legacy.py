@@ -107,6 +107,24 @@ async def test_an_address_that_is_no_event_stream_is_told(gateway, strangers):
     assert "/sse" in answer.json["error"]["data"]["hint"]
 
 
+async def test_messages_are_sent_to_no_other_host(gateway):
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+        writer.write(b"event: endpoint\ndata: http://elsewhere.example/messages\n\n")
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    target = UrlTarget(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/sse", sse=True)
+    rollout = gateway.control.open(gateway.environment(ServerView("lured", target, exactly_once=False)))
+    answer = await gateway.rpc(rollout, "tools/list")
+    assert answer.code == "tool_server_protocol"
+    assert "elsewhere.example" in answer.json["error"]["message"]
+    server.close()
+
+
 async def test_a_server_that_cannot_be_reached_is_left_alone_for_a_while_and_then_tried_again(gateway):
     port = free_port()
     target = UrlTarget(f"http://127.0.0.1:{port}/mcp")
