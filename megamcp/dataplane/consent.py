@@ -12,12 +12,12 @@ import msgspec
 
 from megamcp.dataplane import wire
 from megamcp.dataplane.protocol import CAPABILITIES_KEY
+from megamcp.dataplane.request import ANSWERS
 from megamcp.errors import AuthorizationRequired, UpstreamError
 
 _MAY_ASK = frozenset({"tools/call", "prompts/get", "resources/read"})
 _STATE = "io.megamcp/authorization:"
 _KEY = "io.megamcp/authorization"
-_WAITING = ("requestState", "inputResponses")
 
 
 class _Capabilities(msgspec.Struct):
@@ -34,7 +34,7 @@ def asked(required: AuthorizationRequired, envelope: wire.Envelope, *, modern: b
     params = unwrapped(wire.read_members(envelope.params, "params"))
     if not _takes_urls(params):
         raise refused from None
-    waiting = wire.encode({name: params[name] for name in _WAITING if name in params})
+    waiting = wire.encode({name: params[name] for name in ANSWERS if name in params})
     elicitation = {"mode": "url", "url": required.url, "message": required.message}
     asking = {
         "resultType": "input_required",
@@ -56,8 +56,8 @@ def unwrapped(params: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
         raise wire.RpcFailure(
             wire.INVALID_PARAMS, "This requestState is not one of ours.", data={"code": "invalid_params"}
         ) from None
-    found = {name: value for name, value in params.items() if name not in _WAITING}
-    return found | {name: waiting[name] for name in _WAITING if name in waiting}
+    found = {name: value for name, value in params.items() if name not in ANSWERS}
+    return found | {name: waiting[name] for name in ANSWERS if name in waiting}
 
 
 def _takes_urls(params: dict[str, msgspec.Raw]) -> bool:

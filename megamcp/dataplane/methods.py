@@ -21,14 +21,13 @@ from megamcp.dataplane.links import Environment, Environments
 from megamcp.dataplane.listening import Listening
 from megamcp.dataplane.ports import ControlPort, Limits, RolloutView
 from megamcp.dataplane.protocol import CAPABILITIES_KEY, LEVEL_KEY, Client
-from megamcp.dataplane.request import Request, tool_call
+from megamcp.dataplane.request import ANSWERS, Request, tool_call
 from megamcp.errors import BadRequest, NotFound
 
 ROLLOUT_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _ABOUT_TIMEOUT_S = 10.0
 _HANDSHAKE_ONLY = SESSIONS_OWN | {"ping", "initialize"}
 _REMEMBERED = 10_000
-_ANSWERS = ("inputResponses", "requestState")
 
 
 @dataclass(slots=True, eq=False)
@@ -358,6 +357,6 @@ def _identity(rollout: str, method: str, params: dict[str, msgspec.Raw]) -> byte
     """What makes a request with answers the one that was held."""
     hashed = hashlib.sha256(f"{rollout}\0{method}\0".encode())
     for name in sorted(params):
-        if name not in _ANSWERS and name != "_meta":
+        if name not in ANSWERS and name != "_meta":
             hashed.update(name.encode() + b"\0" + bytes(params[name]) + b"\0")
     return hashed.digest()

@@ -3,6 +3,7 @@
 Reads; decides nothing and does nothing.
 """
 
+import hashlib
 import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
@@ -15,6 +16,8 @@ from megamcp.dataplane.protocol import ToolCall
 from megamcp.dataplane.streams import EventStream
 from megamcp.errors import BY_RPC, BadRequest, NotFound
 
+ANSWERS = ("inputResponses", "requestState")
+"""What a client of 2026-07-28 adds when it comes back with what it was asked for."""
 IDEMPOTENCY_KEY = "io.megamcp/idempotency-key"
 PATH = re.compile(r"(?:/([re])/([^/]{1,300}))?/mcp/?")
 _MODERN_STATUS = {
@@ -109,7 +112,15 @@ def tool_call(request: Request, params: dict[str, msgspec.Raw]) -> tuple[ToolCal
         for name, value in params.items()
         if name not in ("name", "arguments", "_meta")
     )
-    return ToolCall(name, arguments, meta, request.modern, more, (), token), key
+    return ToolCall(name, arguments, meta, request.modern, more, (), token), _of_round(key, params)
+
+
+def _of_round(key: str | None, params: dict[str, msgspec.Raw]) -> str | None:
+    """The key of a call with answers to its questions: a call of its own, of which only a retry has the same."""
+    said = [bytes(params[name]) for name in ANSWERS if name in params]
+    if key is None or not said:
+        return key
+    return f"{key[:50]}#{hashlib.sha256(b''.join([key.encode(), *said])).hexdigest()}"
 
 
 def status_of(request: Request | None, failure: wire.RpcFailure) -> int:

@@ -109,7 +109,7 @@ class HttpUpstream:
 
     @on_list_changed.setter
     def on_list_changed(self, told: Callable[[], None]) -> None:
-        self._exchanger.on_list_changed = told
+        self._exchanger.on_list_changed = self._hearing.on_list_changed = told
 
     @property
     def modern(self) -> bool:

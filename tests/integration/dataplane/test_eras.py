@@ -235,6 +235,40 @@ async def test_a_resource_is_read_and_its_changes_are_told(gateway, servers, kin
     assert told["params"]["uri"] == WATCHED
 
 
+async def test_a_list_that_a_session_is_told_has_changed_is_asked_for_again(gateway, servers):
+    ours = await client(Handshake, gateway, servers, "handshake")
+
+    async def names():
+        return [tool["name"] for tool in (await ours.request("tools/list", {}))["result"]["tools"]]
+
+    assert "test_extra_tool" not in await names()
+    async with ours.subscribed(WATCHED) as heard, asyncio.timeout(30):
+        await ours.request("tools/call", {"name": "test_trigger_tool_change", "arguments": {}})
+        while (await anext(heard))["method"] != "notifications/tools/list_changed":
+            pass
+        assert "test_extra_tool" in await names()
+        await ours.request("tools/call", {"name": "test_trigger_tool_change", "arguments": {}})
+
+
+@pytest.mark.parametrize("server", ["modern", "handshake"])
+async def test_a_key_is_for_one_round_of_answers(gateway, servers, server):
+    rollout = gateway.open(servers[server])
+    call = {"name": "test_input_required_result_elicitation", "arguments": {}}
+    send = {"meta": {CAPABILITIES: FULL}, "idempotency_key": "once"}
+    asked = (await gateway.modern(f"/r/{rollout}/mcp", "tools/call", call, **send)).json["result"]
+    answers = {key: ANSWERS[one["method"]] for key, one in asked["inputRequests"].items()}
+    more = {**call, "inputResponses": answers}
+    if "requestState" in asked:
+        more["requestState"] = asked["requestState"]
+    done = await gateway.modern(f"/r/{rollout}/mcp", "tools/call", more, **send)
+    assert "Ada" in text(done.json)
+    if server == "modern":  # a retry of the same round is that round's result
+        again = await gateway.modern(f"/r/{rollout}/mcp", "tools/call", more, **send)
+        assert again.json["result"] == done.json["result"]
+    rows = [entry for entry in gateway.control.journal if entry.rollout == rollout]
+    assert len(rows) == (2 if server == "modern" else 1)
+
+
 @CLIENTS
 async def test_two_servers_share_a_url_and_keep_what_is_theirs(gateway, servers, kind):
     rollout = gateway.open(servers["handshake"], servers["modern"])
