@@ -41,6 +41,11 @@ from megamcp.errors import AuthorizationRequired, MegaMCPError
 log = logging.getLogger(__name__)
 
 _ALLOW: Headers = [(b"allow", b"GET, POST, DELETE, OPTIONS")]
+_GONE = wire.RpcFailure(
+    wire.INVALID_PARAMS,
+    "What this requestState belongs to went with the gateway process that had it.",
+    data={"code": "call_not_held"},
+)
 
 
 class Endpoint:
@@ -92,8 +97,12 @@ class Endpoint:
             else:
                 await self._single(request, body, send)
         except Elsewhere as elsewhere:
-            if not await self._forwarder.forward(elsewhere.peer, scope, body, receive, send):
-                await self._unanswerable(request, send)
+            if await self._forwarder.forward(elsewhere.peer, scope, body, receive, send):
+                pass
+            elif elsewhere.answered:
+                await self._refuse(request, _GONE, send)
+            else:
+                await send_empty(send, 202)
         except Disconnected:
             pass
         except (wire.RpcFailure, MegaMCPError) as error:
@@ -209,18 +218,6 @@ class Endpoint:
             await request.stream.finish(body)
             return
         await send_json(send, status_of(request, failure), body, retry_headers(failure))
-
-    async def _unanswerable(self, request: Request | None, send: Send) -> None:
-        """The process that had what a message is about is gone, and that with it."""
-        if request is None or request.id is None:
-            await send_empty(send, 202)
-            return
-        failure = wire.RpcFailure(
-            wire.INVALID_PARAMS,
-            "What this requestState belongs to went with the gateway process that had it.",
-            data={"code": "call_not_held"},
-        )
-        await self._refuse(request, failure, send)
 
     # Messages
 

@@ -29,6 +29,7 @@ _LISTS = {
 _BY_URI = frozenset({"resources/read", "resources/subscribe", "resources/unsubscribe"})
 SESSIONS_OWN = frozenset({"resources/subscribe", "resources/unsubscribe", "logging/setLevel"})
 """What 2026-07-28 has no methods for: requests and subscriptions say it themselves there."""
+_LEVELS = ("debug", "info", "notice", "warning", "error", "critical", "alert", "emergency")
 _KEPT = 4096
 _UNKNOWN = (wire.METHOD_NOT_FOUND, wire.INVALID_PARAMS, -32002)
 """How a server says that it doesn't know what is asked for."""
@@ -86,7 +87,12 @@ class Features:
         if method == "completion/complete":
             return await self._complete(environment, params, ask)
         if method == "logging/setLevel" and environment.may_ask:
-            wire.read_string(params.get("level"), "level")
+            if (level := wire.read_string(params.get("level"), "level")) not in _LEVELS:
+                raise wire.RpcFailure(
+                    wire.INVALID_PARAMS,
+                    f"There is no log level {level[:50]!r}: it is one of {', '.join(_LEVELS)}.",
+                    data={"code": "invalid_params"},
+                )
             return await self._everywhere(environment.able("logging"), params, ask)
         if method.startswith("tasks/"):
             return await self._first(list(environment.links.values()), params, ask)

@@ -24,9 +24,11 @@ _NAMED = re.compile(r"([0-9a-f]{8})-")
 class Elsewhere(Exception):
     """The request is for another gateway process."""
 
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer: str, *, answered: bool) -> None:
         super().__init__(peer)
         self.peer = peer
+        self.answered = answered
+        """The message wants an answer, if only that its process is gone."""
 
 
 def named(peer: str) -> str:

@@ -137,13 +137,13 @@ class Methods:
         failed = envelope.result is wire.ABSENT
         reply = wire.Reply(bytes(envelope.error if failed else envelope.result), failed)
         if not self.answers.give(request.session or "", request.id, reply):
-            self._elsewhere(request, request.id.decode().strip('"'))
+            self._elsewhere(request, request.id.decode().strip('"'), answered=False)
 
-    def _elsewhere(self, request: Request, name: str) -> None:
-        """Raises `Elsewhere` for what another process has."""
+    def _elsewhere(self, request: Request, name: str, *, answered: bool = True) -> None:
+        """Raises `Elsewhere` for what another process has. `answered`: the message wants an answer."""
         peer = peer_of(name)
         if peer and peer != self._control.peer and not request.forwarded:
-            raise Elsewhere(peer)
+            raise Elsewhere(peer, answered=answered)
 
     async def _notification(self, request: Request, method: str, params: msgspec.Raw) -> None:
         # 2026-07-28 has none over HTTP (a client cancels by leaving); those sent all the same are dropped.

@@ -85,6 +85,14 @@ async def test_an_answer_is_handed_to_the_process_that_asked(pair):
             assert "decline" in json.dumps((await event(response, None))["result"])
 
 
+async def test_an_answer_to_a_process_that_is_gone_is_acknowledged(pair):
+    one, _, rollout = pair
+    async with session(one, rollout) as headers:
+        reply = {"jsonrpc": "2.0", "id": "33333333-gone", "result": {"action": "accept"}}
+        async with one.http.post(one.url(rollout), json=reply, headers=headers) as acknowledged:
+            assert (acknowledged.status, await acknowledged.read()) == (202, b"")
+
+
 async def test_a_batch_is_not_handed_on_for_one_of_its_members(pair):
     one, _, rollout = pair
     before = len(one.control.journal)

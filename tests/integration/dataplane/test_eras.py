@@ -235,6 +235,14 @@ async def test_a_resource_is_read_and_its_changes_are_told(gateway, servers, kin
     assert told["params"]["uri"] == WATCHED
 
 
+@SERVERS
+async def test_a_log_level_that_is_none_is_refused(gateway, servers, server):
+    ours = await client(Handshake, gateway, servers, server)
+    answer = await ours.request("logging/setLevel", {"level": "loud"})
+    assert answer["error"]["code"] == -32602
+    assert "emergency" in answer["error"]["message"]
+
+
 async def test_a_list_that_a_session_is_told_has_changed_is_asked_for_again(gateway, servers):
     ours = await client(Handshake, gateway, servers, "handshake")
 
